@@ -53,6 +53,13 @@ class ModelConfig:
                 f"experts_per_token={self.experts_per_token} exceeds n_experts={self.n_experts}"
             )
 
+        for name in ("dim", "ffn_dim"):
+            if self.is_moe and getattr(self, name) % 8:
+                raise UserError(
+                    f"{name}={getattr(self, name)} is not a multiple of 8, "
+                    "as the grouped matrix multiply of the experts needs"
+                )
+
     @property
     def is_moe(self) -> bool:
         return self.n_experts > 0

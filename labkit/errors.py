@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Bad input. The message names the value and the way out; the CLI prints it without a traceback."""
+    """Bad input. The message names the value and the way out; the CLI prints it by itself."""
 
 
 class NotThisMachine(UserError):
