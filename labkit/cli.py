@@ -1,0 +1,159 @@
+"""`labkit …`: the library from a shell. Each command imports what it needs when it runs."""
+
+import ast
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from labkit.errors import UserError
+
+app = typer.Typer(
+    name="labkit",
+    help="Find out what limits an LLM on a GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Device = Annotated[str, typer.Option(help="auto, cpu, gpu or cuda:N.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder for results.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="A model directory: OLMoE-1B-7B-0924, say.", show_default="the shipped one"),
+]
+
+
+@app.command()
+def check(checkpoint: Checkpoint = None, output: Output = Path("results")):
+    """Look whether everything that labkit needs is there."""
+    from labkit.doctor import examine, healthy, render
+
+    facts = examine(checkpoint, output)
+    Console().print(render(facts), soft_wrap=True)
+    raise typer.Exit(0 if healthy(facts) else 1)
+
+
+@app.command()
+def hello(
+    prompt: Annotated[str, typer.Argument(help="The beginning of a text.")] = "To be, or not",
+    checkpoint: Checkpoint = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens to write.")] = 80,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    device: Device = "auto",
+):
+    """Let a model go on with a text: the shipped olmoe-tiny, or a checkpoint of your own."""
+    from labkit.hello import say
+
+    for text in say(prompt, checkpoint, tokens, temperature, seed, device):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@app.command()
+def run(
+    notebooks: Annotated[
+        list[Path] | None, typer.Argument(help="Notebooks or folders.", show_default="all")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "auto",
+    output: Output = Path("results"),
+    resume: Annotated[bool, typer.Option(help="Keep what succeeded before.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that one cell may take.")] = 1800,
+    parameter: Annotated[
+        list[str] | None, typer.Option("--parameter", "-p", help="name=value, as in Python.")
+    ] = None,
+):
+    """Run notebooks from top to bottom, and write a report of them."""
+    from labkit.runner import exit_code, run_notebooks
+    from labkit.runner.progress import ConsoleObserver
+
+    with ConsoleObserver() as observer:
+        results = run_notebooks(
+            notebooks or None,
+            profile=profile,
+            output=output,
+            resume=resume,
+            timeout=timeout,
+            parameters=dict(map(_assignment, parameter or [])),
+            observer=observer,
+        )
+    observer.summary(results, output)
+    raise typer.Exit(exit_code(results))
+
+
+@app.command()
+def test(
+    exercises: Annotated[
+        list[str] | None, typer.Argument(help="C1, E2 …", show_default="all that there are")
+    ] = None,
+):
+    """Check exercises, and print the score."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    from labkit.course.score import run_checks
+    from labkit.course.tables import render
+
+    console = Console()
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting")
+
+        def show(check):
+            progress.update(task, description=f"{check.exercise} {check.what}")
+
+        score = run_checks(exercises, on_check=show)
+    console.print(render(score))
+    raise typer.Exit(0 if score.ok else 1)
+
+
+@app.command()
+def experiment(
+    name: Annotated[str, typer.Argument(help="gemm, ops or regimes.")],
+    quick: Annotated[bool, typer.Option(help="Fewer sizes, shorter runs.")] = False,
+    device: Device = "auto",
+    output: Output = Path("results"),
+):
+    """Measure something, and write a table and figures of it. A second call goes on."""
+    from labkit.experiments import run_experiment
+
+    run_experiment(name, quick=quick, device=device, output=output)
+
+
+def main():
+    """Run the CLI. What the user can fix is one line on stderr and status 2; no traceback."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `labkit … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+def _assignment(text: str) -> tuple[str, object]:
+    """`n=3` → ("n", 3); what is no Python value is taken as text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--parameter {text!r} is not of the form name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _escape(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+if __name__ == "__main__":
+    main()

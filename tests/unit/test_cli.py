@@ -1,0 +1,62 @@
+"""The commands: what they print, what they exit with, and errors without a traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def labkit(*args, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "labkit.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        env=None,
+    )
+
+
+def test_help_is_quick_and_names_every_command():
+    done = labkit("--help")
+    assert done.returncode == 0
+    for command in ("check", "hello", "run", "test", "experiment"):
+        assert f" {command} " in done.stdout, done.stdout
+
+
+def test_hello_writes_the_same_text_for_the_same_seed(tmp_path):
+    first, again = (labkit("hello", "My lord", "--tokens", 30, cwd=tmp_path) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert "My lord" in first.stdout
+    text = first.stdout.split("\n", 1)[1]
+    assert text == again.stdout.split("\n", 1)[1]
+    words = [word.strip(".,;:!?[]'").lower() for word in text.split()]
+    known = {"the", "and", "of", "to", "i", "my", "lord", "is", "a", "not", "you", "that", "in", "be"}
+    assert len(known & set(words)) >= 4, f"not a text one can read: {text}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("hello", ""), "the prompt '' is empty"),
+        (("hello", "x", "--checkpoint", "nowhere"), "nowhere is not a folder"),
+        (("hello", "x", "--tokens", "9999"), "more than the model's 512 positions"),
+        (("hello", "x", "--device", "tpu"), "tpu"),
+        (("run", "nowhere.ipynb"), "nowhere.ipynb does not exist"),
+        (("run", "--profile", "fast"), "no profile 'fast'"),
+        (("test", "C77"), "C77"),
+        (("experiment", "nothing"), "nothing"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path):
+    done = labkit(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done
+    assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
+
+
+def test_check_says_whether_all_is_well(tmp_path):
+    well = labkit("check", cwd=tmp_path)
+    assert well.returncode == 0 and "[ok] checkpoint" in well.stdout, well.stdout
+    ill = labkit("check", "--checkpoint", tmp_path, cwd=tmp_path)
+    assert ill.returncode == 1 and "[FAIL] checkpoint" in ill.stdout, ill.stdout
