@@ -5,8 +5,11 @@ FLOPs count a multiply-add as two. TFLOP/s are 1e12 FLOPs a second.
 
 import operator
 
+from labkit.config import ModelConfig
 from labkit.devices import DeviceSpec, resolve
 from labkit.errors import UserError
+
+Device = DeviceSpec | str | None  # a spec, the name of one, or None for the device in use
 
 
 def gemm_flops(M: int, k: int, n: int) -> int:
@@ -35,7 +38,7 @@ def gemm_bytes(M: int, k: int, n: int, bytes_per_element: float = 2) -> float:
     ### END SOLUTION
 
 
-def roofline_tflops(intensity: float, device: DeviceSpec | str | None = None) -> float:
+def roofline_tflops(intensity: float, device: Device = None) -> float:
     """The most TFLOP/s that an operation of `intensity` FLOPs a byte can reach on a device.
 
     The roofline (Williams, Waterman, Patterson 2009): bound by the device's dense peak in the dtype
@@ -48,6 +51,118 @@ def roofline_tflops(intensity: float, device: DeviceSpec | str | None = None) ->
     ### BEGIN SOLUTION
     return min(device.peak_tflops, intensity * device.bandwidth_gbs * 1e9 / 1e12)
     ### END SOLUTION
+
+
+def param_count(cfg: ModelConfig) -> int:
+    """All parameters of a model: embedding, head, every expert, router and norm."""
+    ### BEGIN SOLUTION
+    norms = 2 * cfg.dim + cfg.qk_norm * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim
+    layer = _attention_weights(cfg) + _router_weights(cfg) + norms
+    layer += max(cfg.n_experts, 1) * _ffn_weights(cfg)
+    return cfg.n_layers * layer + 2 * cfg.vocab_size * cfg.dim + cfg.dim
+    ### END SOLUTION
+
+
+def active_params(cfg: ModelConfig) -> int:
+    """The weights that one token is multiplied by in matrix multiplies.
+
+    Projections, router, the `experts_per_token` experts that it is sent to (or the dense FFN) and
+    lm_head are in; the embedding (a look-up) and the norms (element-wise) are not.
+    """
+    ### BEGIN SOLUTION
+    layer = _attention_weights(cfg) + _router_weights(cfg)
+    layer += max(cfg.experts_per_token, 1) * _ffn_weights(cfg)
+    return cfg.n_layers * layer + cfg.vocab_size * cfg.dim
+    ### END SOLUTION
+
+
+def flops_per_token(cfg: ModelConfig, seqlen: int) -> float:
+    """FLOPs of the forward pass, per token of a sequence of `seqlen` tokens.
+
+    2 × `active_params`, and exact causal attention: a sequence of S tokens has S(S + 1)/2 pairs of
+    a query and a key, each 4 × head_dim FLOPs (scores, and weighted values) a query head a layer.
+    Key-value heads do not enter. Training is three times that; recomputation counts in HFU only.
+    """
+    _check_sizes(seqlen=seqlen)
+    ### BEGIN SOLUTION
+    attention = 2 * cfg.n_layers * cfg.n_heads * cfg.head_dim * (seqlen + 1)
+    return 2 * active_params(cfg) + attention
+    ### END SOLUTION
+
+
+def rows_per_expert(cfg: ModelConfig, n_tokens: int) -> float:
+    """Mean number of rows in each expert's multiply, for `n_tokens` tokens in the micro batch.
+
+    A dense model is its own only expert. Raises UserError for a size below 1.
+    """
+    _check_sizes(n_tokens=n_tokens)
+    ### BEGIN SOLUTION
+    return n_tokens * cfg.experts_per_token / cfg.n_experts if cfg.is_moe else float(n_tokens)
+    ### END SOLUTION
+
+
+def forward_floor_ms(
+    cfg: ModelConfig, micro_batch_size: int, seqlen: int, device: Device = None
+) -> tuple[float, float]:
+    """Two lower bounds on a forward pass: (compute_ms, memory_ms).
+
+    Its FLOPs at the device's dense peak, and reading every weight once at the device's bandwidth,
+    in the dtype that the device trains in (`device.dtype`).
+    """
+    _check_sizes(micro_batch_size=micro_batch_size, seqlen=seqlen)
+    device = resolve(device)
+    ### BEGIN SOLUTION
+    flops = micro_batch_size * seqlen * flops_per_token(cfg, seqlen)
+    n_bytes = param_count(cfg) * bytes_per_element(device)
+    return flops / (device.peak_tflops * 1e9), n_bytes / (device.bandwidth_gbs * 1e6)
+    ### END SOLUTION
+
+
+def flops_breakdown(cfg: ModelConfig, seqlen: int, micro_batch_size: int = 1) -> dict[str, float]:
+    """FLOPs of one forward pass by part; they sum to tokens × `flops_per_token`."""
+    tokens = micro_batch_size * seqlen
+    per_layer = {
+        "projections": 2 * _attention_weights(cfg),
+        "attention": 2 * cfg.n_heads * cfg.head_dim * (seqlen + 1),
+        "router": 2 * _router_weights(cfg),
+        "experts" if cfg.is_moe else "ffn": 2 * max(cfg.experts_per_token, 1) * _ffn_weights(cfg),
+    }
+    parts = {name: tokens * cfg.n_layers * flops for name, flops in per_layer.items() if flops}
+    return {**parts, "lm_head": tokens * 2 * cfg.vocab_size * cfg.dim}
+
+
+def mfu(
+    cfg: ModelConfig, tokens: int, seqlen: int, step_ms: float, device: Device = None
+) -> float:
+    """Model FLOPs utilization of a training step, 0…1 (Chowdhery et al. 2022, appendix B).
+
+    The FLOPs that the model needs for `tokens` tokens in sequences of `seqlen`, forward and
+    backward, over what the device's dense peak could do in `step_ms`. Recomputing does not count.
+    """
+    _check_sizes(tokens=tokens, seqlen=seqlen)
+    _check_number(step_ms=step_ms)
+    if not step_ms:
+        raise UserError("step_ms=0: a step takes time")
+    return 3 * tokens * flops_per_token(cfg, seqlen) / (resolve(device).peak_tflops * 1e9 * step_ms)
+
+
+def bytes_per_element(device: DeviceSpec) -> int:
+    """Bytes of a number in the dtype that the device trains in."""
+    return {"float32": 4, "bfloat16": 2, "float16": 2}[device.dtype]
+
+
+def _attention_weights(cfg: ModelConfig) -> int:
+    """Of the four projections of one layer; queries and outputs have more heads than keys."""
+    return 2 * cfg.dim * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim
+
+
+def _router_weights(cfg: ModelConfig) -> int:
+    return cfg.dim * cfg.n_experts
+
+
+def _ffn_weights(cfg: ModelConfig) -> int:
+    """Of one expert, or of the dense FFN: gate, up and down."""
+    return 3 * cfg.dim * cfg.ffn_dim
 
 
 def _check_sizes(**sizes) -> None:

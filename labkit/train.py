@@ -8,6 +8,7 @@ from torch import Tensor
 
 from labkit.data import NO_TARGET, MicroBatch
 from labkit.errors import UserError
+from labkit.hooks import span
 from labkit.model import Transformer
 
 
@@ -31,10 +32,14 @@ def train_step(
 ) -> Tensor:
     """One optimizer step on one micro batch → its loss, a scalar that is still on the device."""
     n_tokens = micro_batch.n_targets().clamp(min=1)
-    loss = lm_loss(model(micro_batch.tokens, micro_batch.seqs), micro_batch.targets, n_tokens)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with span("forward"):
+        logits = model(micro_batch.tokens, micro_batch.seqs)
+        loss = lm_loss(logits, micro_batch.targets, n_tokens)
+    with span("backward"):
+        loss.backward()
+    with span("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
     return loss.detach()
 
 
@@ -54,11 +59,14 @@ def accumulated_step(
     n_tokens = torch.stack([mb.n_targets() for mb in micro_batches]).sum().clamp(min=1)
     total = torch.zeros((), device=n_tokens.device)
     for mb in micro_batches:
-        loss = lm_loss(model(mb.tokens, mb.seqs), mb.targets, n_tokens)
-        loss.backward()
+        with span("forward"):
+            loss = lm_loss(model(mb.tokens, mb.seqs), mb.targets, n_tokens)
+        with span("backward"):
+            loss.backward()
         total += loss.detach()
         del loss  # it holds the graph, and with it the logits, into the next forward
-    optimizer.step()
-    optimizer.zero_grad()
+    with span("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
     return total
     ### END SOLUTION
