@@ -121,7 +121,53 @@ def experiment(
     """Measure something, and write a table and figures of it. A second call goes on."""
     from labkit.experiments import run_experiment
 
-    run_experiment(name, quick=quick, device=device, output=output)
+    try:
+        rows = run_experiment(name, quick=quick, device=device, output=output)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    Console().print(f"{len(rows)} rows; tables and figures are in {output}/", highlight=False)
+
+
+@app.command()
+def profile(
+    name: Annotated[str, typer.Argument(help="What the files are called.")] = "profile",
+    model: Annotated[str, typer.Option(help="A preset of ModelConfig.")] = "olmoe-tiny",
+    mode: Annotated[str, typer.Option(help="forward or train.")] = "forward",
+    layers: Annotated[int | None, typer.Option(help="Take only so many layers.")] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 1,
+    seqlen: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    moe_impl: Annotated[str, typer.Option(help="grouped or naive.")] = "grouped",
+    recompute: Annotated[bool, typer.Option(help="Recompute activations.")] = False,
+    target: Annotated[
+        str | None, typer.Option(help="A step of your own: package.module:make_step.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    steps: Annotated[int, typer.Option(help="Steps to record.")] = 2,
+    warmup: Annotated[int, typer.Option(help="Steps to throw away before.")] = 2,
+    backend: Annotated[str, typer.Option(help="auto, torch or nsys.")] = "auto",
+    memory_snapshot: Annotated[bool, typer.Option(help="Record allocations too.")] = False,
+    device: Device = "auto",
+    output: Output = Path("results"),
+):
+    """Record a few steps: where the time goes, by range, kernel and API call."""
+    from labkit.profiling.command import Request, run
+    from labkit.profiling.render import render
+
+    given = dict(locals())
+    request = Request(
+        preset=given["model"],
+        checkpoint=str(checkpoint) if checkpoint else None,
+        output=str(output),
+        **{key: given[key] for key in Request.__dataclass_fields__ if key in given
+           and key not in ("checkpoint", "output")},
+    )  # fmt: skip
+    recording, files, notes = run(request)
+    console = Console()
+    console.print(render(recording))
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+    console.print("wrote " + ", ".join(map(str, files)), markup=False, soft_wrap=True)
 
 
 def main():
@@ -130,6 +176,9 @@ def main():
         app()
     except UserError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except NotImplementedError as error:  # an exercise that is still open
+        Console(stderr=True).print(f"[bold red]first:[/] {_escape(error)}", soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

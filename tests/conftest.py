@@ -1,9 +1,17 @@
-"""Seeds for every test, and a reason for each GPU test that this machine cannot run."""
+"""Seeds for every test, and what this machine cannot run left out."""
 
 import random
 import sys
+from importlib.util import find_spec
 
 import pytest
+
+_NEEDS = {
+    "nbformat": ["unit/test_report.py", "unit/test_runner.py", "notebooks"],
+    "ipywidgets": ["unit/test_widgets.py"],
+    "playwright": ["browser"],
+}
+collect_ignore = [p for module, paths in _NEEDS.items() if not find_spec(module) for p in paths]
 
 
 def pytest_collection_modifyitems(items):

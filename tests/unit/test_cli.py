@@ -31,7 +31,7 @@ def test_hello_writes_the_same_text_for_the_same_seed(tmp_path):
     text = first.stdout.split("\n", 1)[1]
     assert text == again.stdout.split("\n", 1)[1]
     words = [word.strip(".,;:!?[]'").lower() for word in text.split()]
-    known = {"the", "and", "of", "to", "i", "my", "lord", "is", "a", "not", "you", "that", "in", "be"}
+    known = {"the", "and", "of", "to", "i", "my", "lord", "is", "a", "not", "you"}
     assert len(known & set(words)) >= 4, f"not a text one can read: {text}"
 
 

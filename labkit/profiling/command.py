@@ -1,0 +1,162 @@
+"""`labkit profile`: record a workload with one of two recorders, and write what it did."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from labkit.devices import pick
+from labkit.errors import NotThisMachine, UserError
+from labkit.hooks import annotate, span
+from labkit.profiling import nsys
+from labkit.profiling.recording import ProfileError, Recording, profile, step_ms
+from labkit.profiling.workloads import Workload, labkit_step, load_target
+from labkit.provenance import machine_facts
+
+BACKENDS = ("auto", "torch", "nsys")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to record. Either `target`, or a preset and what `workloads.labkit_step` takes."""
+
+    name: str
+    preset: str = "olmoe-tiny"
+    mode: str = "forward"
+    layers: int | None = None
+    micro_batch_size: int = 1
+    seqlen: int = 512
+    moe_impl: str = "grouped"
+    recompute: bool = False
+    target: str | None = None
+    checkpoint: str | None = None
+    device: str = "auto"
+    steps: int = 2
+    warmup: int = 2
+    backend: str = "auto"
+    memory_snapshot: bool = False
+    output: str = "results"
+
+    def workload(self) -> Workload:
+        if self.target:
+            return load_target(self.target)
+        return labkit_step(
+            self.preset, self.mode, self.layers, self.micro_batch_size, self.seqlen,
+            self.moe_impl, self.recompute, self.device, self.checkpoint,
+        )  # fmt: skip
+
+
+def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
+    """Record → (the recording, the files written, notes for the user).
+
+    Writes NAME_ranges.csv, NAME_kernels.csv, NAME_api.csv, NAME_summary.csv, figures and the
+    recording itself (NAME.trace.json.gz or NAME.nsys-rep) into the output folder, and with
+    memory_snapshot NAME.pickle, every allocation of one more step. If the workload raises, what was
+    recorded until then is written first.
+    """
+    device = pick(request.device)
+    folder = _writable(Path(request.output))
+    if _backend(request, device) == "nsys":
+        return _with_nsys(request, folder)
+    work = request.workload()
+    trace = folder / f"{request.name}.trace.json.gz"
+    try:
+        recording = profile(work.fn, steps=request.steps, warmup=request.warmup, model=work.model,
+                            device=device, trace=trace)  # fmt: skip
+    except ProfileError as error:
+        if error.recording is not None:
+            error.recording.save(folder, request.name)
+            error.args = (f"{error}; what was recorded until then is in {folder}",)
+        raise
+    files = [*recording.save(folder, request.name), trace]
+    if request.memory_snapshot:
+        files.append(_snapshot(work.fn, device, folder / f"{request.name}.pickle"))
+    return recording, files, []
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, before anything is measured. UserError: it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".labkit-writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written to ({error.strerror})") from None
+    return folder
+
+
+def _backend(request: Request, device: torch.device) -> str:
+    if request.backend not in BACKENDS:
+        raise UserError(f"no backend {request.backend!r}; there are {', '.join(BACKENDS)}")
+    if request.backend == "nsys":
+        if device.type != "cuda":
+            raise NotThisMachine("Nsight Systems records GPUs; say --backend torch for a CPU")
+        nsys.find_nsys()
+        return "nsys"
+    if request.backend == "auto" and device.type == "cuda":
+        try:
+            nsys.find_nsys()
+            return "nsys"
+        except NotThisMachine:
+            pass
+    return "torch"
+
+
+def _with_nsys(request: Request, folder: Path) -> tuple[Recording, list[Path], list[str]]:
+    """Run this module again under nsys; the child says by itself what its steps took."""
+    report = folder / f"{request.name}.nsys-rep"
+    times = folder / f"{request.name}.times.json"
+    child = [sys.executable, "-m", "labkit.profiling.command", json.dumps(vars(request))]
+    export, note = nsys.record([*child, str(times)], report)
+    told = json.loads(times.read_text())
+    times.unlink()
+    facts = machine_facts(request.device)
+    recording = Recording(
+        nsys.read_sqlite(export), request.steps, told["before_ms"], told["during_ms"], facts,
+        tuple(told["skipped"]),
+    )  # fmt: skip
+    return recording, [*recording.save(folder, request.name), report], [note] if note else []
+
+
+def child(request: Request, times: Path) -> None:
+    """What runs under nsys: warm up, time, and let it record between start() and stop()."""
+    work, device = request.workload(), pick(request.device)
+    for _ in range(request.warmup):
+        work.fn()
+    told = {"before_ms": step_ms(work.fn, request.steps, device), "skipped": []}
+
+    def step():
+        with span("step"):
+            work.fn()
+
+    annotation = annotate(work.model) if work.model is not None else None
+    torch.cuda.profiler.start()
+    told["during_ms"] = step_ms(step, request.steps, device)
+    torch.cuda.profiler.stop()
+    if annotation:
+        told["skipped"] = annotation.skipped
+        annotation.remove()
+    if request.memory_snapshot:
+        _snapshot(work.fn, device, Path(request.output) / f"{request.name}.pickle")
+    times.write_text(json.dumps(told))
+
+
+def _snapshot(fn, device: torch.device, path: Path) -> Path:
+    """Every allocation of one more step, for https://pytorch.org/memory_viz."""
+    if device.type != "cuda":
+        raise NotThisMachine("a memory snapshot needs a CUDA GPU: PyTorch records its allocations")
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    try:
+        fn()
+        torch.cuda.synchronize(device)
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return path
+
+
+if __name__ == "__main__":
+    child(Request(**json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -1,0 +1,48 @@
+"""Widgets for notebooks. Each has a form without a browser: a figure, or a text."""
+
+from labkit.errors import UserError
+
+
+def roofline_explorer(device=None, gemm_csv=None):
+    """A matrix multiply on the roofline, with sliders and menus for its sizes, dtype and device.
+
+    `device` is a DeviceSpec, a name in the device table, or None for the one in use. `gemm_csv` is
+    the table that the experiment gemm writes; None looks for results/gemm.csv here and one folder
+    up. Returns an ipywidget. `roofline_static` is the same picture as a figure.
+    """
+    _need_ipywidgets()
+    from labkit.widgets.roofline import RooflineExplorer
+
+    return RooflineExplorer(device, gemm_csv)
+
+
+def roofline_static(M=16, k=2048, n=2048, device=None, compare=None, dtype=None, gemm_csv=None):
+    """The explorer's picture as a Figure: [M, k] @ [k, n] on the roofline of one or two devices.
+
+    Arguments as in `roofline_explorer`; `compare` is a second device. Needs no ipywidgets.
+    """
+    from labkit.widgets import picture
+
+    return picture.static(M, k, n, device, compare, dtype, gemm_csv)
+
+
+def quiz(question: str, options, answer: str, why: str):
+    """A question with radio buttons and a Check button; `why` shows once an answer is checked.
+
+    `options` are two or more different strings, `answer` is the right one. In `question` and
+    `why`, backticks mark code. Returns an ipywidget; UserError for arguments that make no quiz.
+    """
+    _need_ipywidgets()
+    from labkit.widgets.question import Quiz
+
+    return Quiz(question, options, answer, why)
+
+
+def _need_ipywidgets() -> None:
+    try:
+        import ipywidgets  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "widgets need ipywidgets, which is not installed; "
+            "python -m pip install 'labkit[notebook]' brings it"
+        ) from None
