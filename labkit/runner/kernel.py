@@ -112,6 +112,7 @@ def execute(nb, kernel: ThisPython, folder: Path, timeout: int | None, before, a
         iopub_timeout=OUTPUT_S,
         shell_timeout_interval=1,
         store_widget_state=True,
+        coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
         on_cell_execute=before,
         on_cell_executed=after,
