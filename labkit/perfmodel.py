@@ -17,7 +17,7 @@ def gemm_flops(M: int, k: int, n: int) -> int:
 
     Raises UserError for a size that is not a whole number above 0.
     """
-    _check_sizes(M=M, k=k, n=n)
+    M, k, n = _sizes(M=M, k=k, n=n)
     ### BEGIN SOLUTION
     return 2 * M * k * n
     ### END SOLUTION
@@ -29,7 +29,7 @@ def gemm_bytes(M: int, k: int, n: int, bytes_per_element: float = 2) -> float:
     `bytes_per_element` is 2 for bfloat16 and 4 for float32; it may be 0.5 for packed int4.
     Raises UserError for a size that is not a whole number above 0 and for an element of no bytes.
     """
-    _check_sizes(M=M, k=k, n=n)
+    M, k, n = _sizes(M=M, k=k, n=n)
     _check_number(bytes_per_element=bytes_per_element)
     if not bytes_per_element:
         raise UserError("bytes_per_element=0: bfloat16 has 2, float32 has 4")
@@ -83,7 +83,7 @@ def flops_per_token(cfg: ModelConfig, seqlen: int) -> float:
     a query and a key, each 4 × head_dim FLOPs (scores, and weighted values) a query head a layer.
     Key-value heads do not enter. Training is three times that; recomputation counts in HFU only.
     """
-    _check_sizes(seqlen=seqlen)
+    (seqlen,) = _sizes(seqlen=seqlen)
     ### BEGIN SOLUTION
     attention = 2 * cfg.n_layers * cfg.n_heads * cfg.head_dim * (seqlen + 1)
     return 2 * active_params(cfg) + attention
@@ -95,7 +95,7 @@ def rows_per_expert(cfg: ModelConfig, n_tokens: int) -> float:
 
     A dense model is its own only expert. Raises UserError for a size below 1.
     """
-    _check_sizes(n_tokens=n_tokens)
+    (n_tokens,) = _sizes(n_tokens=n_tokens)
     ### BEGIN SOLUTION
     return n_tokens * cfg.experts_per_token / cfg.n_experts if cfg.is_moe else float(n_tokens)
     ### END SOLUTION
@@ -109,7 +109,7 @@ def forward_floor_ms(
     Its FLOPs at the device's dense peak, and reading every weight once at the device's bandwidth,
     in the dtype that the device trains in (`device.dtype`).
     """
-    _check_sizes(micro_batch_size=micro_batch_size, seqlen=seqlen)
+    micro_batch_size, seqlen = _sizes(micro_batch_size=micro_batch_size, seqlen=seqlen)
     device = resolve(device)
     ### BEGIN SOLUTION
     flops = micro_batch_size * seqlen * flops_per_token(cfg, seqlen)
@@ -139,11 +139,34 @@ def mfu(
     The FLOPs that the model needs for `tokens` tokens in sequences of `seqlen`, forward and
     backward, over what the device's dense peak could do in `step_ms`. Recomputing does not count.
     """
-    _check_sizes(tokens=tokens, seqlen=seqlen)
+    tokens, seqlen = _sizes(tokens=tokens, seqlen=seqlen)
     _check_number(step_ms=step_ms)
     if not step_ms:
         raise UserError("step_ms=0: a step takes time")
     return 3 * tokens * flops_per_token(cfg, seqlen) / (resolve(device).peak_tflops * 1e9 * step_ms)
+
+
+def state_bytes(cfg: ModelConfig, bytes_per_element: int = 2) -> int:
+    """Bytes of a training state: each parameter's weight, gradient and AdamW's two moments.
+
+    `bytes_per_element` is 2 where all four are bfloat16, as labkit trains on a GPU.
+    """
+    _check_number(bytes_per_element=bytes_per_element)
+    ### BEGIN SOLUTION
+    return 4 * bytes_per_element * param_count(cfg)
+    ### END SOLUTION
+
+
+def optimizer_floor_ms(cfg: ModelConfig, device: Device = None) -> float:
+    """The least time of an AdamW step: its bytes at the device's bandwidth.
+
+    It reads weight, gradient and both moments of every parameter, and writes all but the gradient:
+    7 elements a parameter, in the dtype that the device trains in (14 bytes in bfloat16).
+    """
+    device = resolve(device)
+    ### BEGIN SOLUTION
+    return 7 * bytes_per_element(device) * param_count(cfg) / (device.bandwidth_gbs * 1e6)
+    ### END SOLUTION
 
 
 def bytes_per_element(device: DeviceSpec) -> int:
@@ -165,14 +188,17 @@ def _ffn_weights(cfg: ModelConfig) -> int:
     return 3 * cfg.dim * cfg.ffn_dim
 
 
-def _check_sizes(**sizes) -> None:
+def _sizes(**sizes) -> list[int]:
+    """The sizes as Python's integers, which do not overflow as numpy's do."""
+    whole = []
     for name, size in sizes.items():
         try:
-            whole = operator.index(size)  # takes numpy's integers, refuses 16.0
+            whole.append(operator.index(size))  # refuses 16.0
         except TypeError:
-            whole = 0
-        if isinstance(size, bool) or whole < 1:
+            whole.append(0)
+        if isinstance(size, bool) or whole[-1] < 1:
             raise UserError(f"{name}={size!r} must be a whole number of at least 1")
+    return whole
 
 
 def _check_number(**numbers) -> None:

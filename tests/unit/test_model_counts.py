@@ -74,6 +74,15 @@ def test_floors_on_an_l40():
     assert compute_32 > memory_32, (compute_32, memory_32)
 
 
+def test_training_state_and_its_optimizer_on_an_l40():
+    """Two layers: 7.79 GiB; all sixteen: 51.5 GiB, more than the card has."""
+    two = ModelConfig.preset("olmoe-1b-7b", n_layers=2)
+    assert perfmodel.state_bytes(two) / 2**30 == pytest.approx(7.79, abs=0.005)
+    assert perfmodel.state_bytes(OLMOE) / 2**30 == pytest.approx(51.55, abs=0.01)
+    assert perfmodel.state_bytes(two, 4) == 2 * perfmodel.state_bytes(two)
+    assert perfmodel.optimizer_floor_ms(two, "L40") == pytest.approx(16.94, abs=0.01)
+
+
 def test_mfu_of_a_step_at_peak_is_one():
     tokens, seqlen = 8192, 2048
     at_peak_ms = 3 * tokens * perfmodel.flops_per_token(OLMOE, seqlen) / (989e12) * 1e3

@@ -76,3 +76,9 @@ def test_the_performance_model_does_not_load_torch():
     code += "print([m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", f"it loaded {done.stdout}"
+
+
+def test_small_numpy_integers_do_not_overflow():
+    np = pytest.importorskip("numpy")
+    sizes = [np.int32(size) for size in (32768, 2048, 50304)]
+    assert perfmodel.gemm_flops(*sizes) == 2 * 32768 * 2048 * 50304
