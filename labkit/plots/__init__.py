@@ -2,10 +2,13 @@
 
 from labkit.plots.model import shares
 from labkit.plots.operations import bandwidth, call_times, counters, sustained
+from labkit.plots.profile import kernel_classes, step_bar
 from labkit.plots.roofline import roofline
+from labkit.plots.routing import routing
 from labkit.plots.style import LEGEND, new_figure, palette
+from labkit.plots.timeline import timeline
 
 __all__ = [
-    "LEGEND", "bandwidth", "call_times", "counters", "new_figure", "palette", "roofline", "shares",
-    "sustained",
+    "LEGEND", "bandwidth", "call_times", "counters", "kernel_classes", "new_figure", "palette",
+    "roofline", "routing", "shares", "step_bar", "sustained", "timeline",
 ]  # fmt: skip
