@@ -46,25 +46,37 @@ def graph_ms(fn, calls: int) -> float:
 
 def do_bench_ms(fn) -> float:
     """triton clears a large buffer between calls, so this compares with `flush_l2=True`."""
-    return triton.testing.do_bench(fn, warmup=200, rep=400, return_mode="median")
+    return triton.testing.do_bench(fn, warmup=100, rep=200, return_mode="median")
 
 
-def compare(name: str, fn, calls: int) -> dict:
-    for _ in range(3):  # all of them out of a warmed-up GPU
-        benchmark(fn, budget_s=0.5)
-    taken = benchmark(fn)
-    cold = benchmark(fn, flush_l2=True)
+def queued_cuda_time_ms(fn) -> float:
+    """cuda_time behind a kernel that spins for about 20 ms, so that its queue is full."""
+    torch.cuda._sleep(40_000_000)
+    return statistics.median(cuda_time(fn, warmup=5, repeat=100))
+
+
+def compare(name: str, fn, calls: int, rounds: int = 5) -> dict:
+    """Every timer in turns, so that a clock that drifts drifts for all of them; medians."""
+    timers = {
+        "cuda_time_ms": lambda: statistics.median(cuda_time(fn, repeat=30)),
+        "cuda_time_queued_ms": lambda: queued_cuda_time_ms(fn),
+        "benchmark_ms": lambda: benchmark(fn, budget_s=0.3).median_ms,
+        "benchmark_cold_ms": lambda: benchmark(fn, budget_s=0.3, flush_l2=True).median_ms,
+        "do_bench_ms": lambda: do_bench_ms(fn),
+        "graph_ms": lambda: graph_ms(fn, calls),
+    }
+    benchmark(fn, warmup_s=1.0)  # out of its first second's clock
+    times = {timer: [] for timer in timers}
+    for _ in range(rounds):
+        for timer, run in timers.items():
+            times[timer].append(run())
+    taken = benchmark(fn, budget_s=0.3)
     row = {
         "kernel": name,
-        "cuda_time_ms": statistics.median(cuda_time(fn, repeat=50)),
-        "benchmark_ms": taken.median_ms,
-        "benchmark_host_bound": taken.host_bound,
-        "host_ms": taken.host_ms,
-        "throttle": taken.throttle_reasons,
-        "benchmark_cold_ms": cold.median_ms,
-        "do_bench_ms": do_bench_ms(fn),
-        "graph_ms": graph_ms(fn, calls),
-    }
+        **{timer: statistics.median(values) for timer, values in times.items()},
+        "host_ms": taken.host_ms, "host_bound": taken.host_bound,
+        "throttle": taken.throttle_reasons, "sm_clock_mhz": taken.sm_clock_end_mhz,
+    }  # fmt: skip
     print(row, flush=True)
     return row
 
@@ -84,18 +96,20 @@ def after_idling(fn) -> dict:
 def main(out: Path):
     tiny = torch.randn(64, 64, device="cuda")
 
-    def host_bound():  # Python works for longer than the GPU does
-        time.sleep(2e-4)
-        tiny.add_(1)
+    def host_bound():  # each call waits for the GPU, so the queue cannot be kept full
+        return tiny.sum().item()
 
     report = {
         **machine_facts(),
         "kernels": [
-            compare("GEMM 16384³, 10 ms", matmul(16384, 16384, 16384), 5),
+            compare("add of 13 GiB tensors, 10 ms", add(13 * 2**30), 5),
+            compare("add of 1.4 GiB tensors, 1 ms", add(int(1.4 * 2**30)), 40),
+            compare("add of 20 MiB tensors, 20 µs", add(20 * 2**20), 500),
+            compare("GEMM 14336³, 10 ms", matmul(14336, 14336, 14336), 5),
             compare("GEMM 7168³, 1 ms", matmul(7168, 7168, 7168), 40),
-            compare("add of 2 GiB, 1.5 ms", add(2 * 2**30), 40),
             compare("GEMM 64 × 2048 × 16384, 20 µs", matmul(64, 2048, 16384), 500),
         ],
+        "empty_event_pair_ms": queued_cuda_time_ms(lambda: None),
         "host_bound_flag": benchmark(host_bound, budget_s=0.5).host_bound,
         "after_five_idle_seconds": {
             "add of 2 GiB": after_idling(add(2 * 2**30)),
