@@ -81,9 +81,11 @@ def test_quizzes_answer_each_for_itself(lab):
 def test_the_roofline_notebook_runs_and_its_explorer_moves(lab):
     lab.open_and_run("notebooks/02_roofline.ipynb", timeout_s=90)
     assert lab.errors() == []
-    before = lab.words.inner_text()
+    expect(lab.words).to_contain_text("M = 16:")
+    before = lab.page.locator(".widget-image").first.get_attribute("src")
     slider = lab.page.get_by_role("slider").first
     slider.scroll_into_view_if_needed()
     slider.focus()
     press(lab, "ArrowRight")
-    expect(lab.words).not_to_have_text(before)
+    expect(lab.words).to_contain_text("M = 24:")
+    expect(lab.page.locator(".widget-image").first).not_to_have_attribute("src", before)
