@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from labkit.errors import UserError
+from labkit.experiments import EXPERIMENTS
 
 app = typer.Typer(
     name="labkit",
@@ -111,9 +112,15 @@ def test(
     raise typer.Exit(0 if score.ok else 1)
 
 
-@app.command()
+def _experiments() -> str:
+    """What there is to measure, a paragraph each: within one, the help would join the lines."""
+    lines = (f"{name:<16}{what}" for name, what in EXPERIMENTS.items())
+    return "\n\n".join(lines)
+
+
+@app.command(epilog=_experiments())
 def experiment(
-    name: Annotated[str, typer.Argument(help="gemm, ops or regimes.")],
+    name: Annotated[str, typer.Argument(help="One of the list below.")],
     quick: Annotated[bool, typer.Option(help="Fewer sizes, shorter runs.")] = False,
     device: Device = "auto",
     output: Output = Path("results"),

@@ -15,8 +15,8 @@ from labkit.errors import UserError
 
 IDENTITY = ("device", "dtype", "schema")  # what the rows of one file have in common
 FACTS = ("date", *IDENTITY, "torch", "driver")
-TEXT = {"shape", "op", "cache", "workload", "regime", "regime_by", "host_bound", "throttle",
-        "quick", "status", *FACTS}  # fmt: skip
+TEXT = {"shape", "op", "cache", "workload", "model", "weights", "moe_impl", "recompute", "stage",
+        "regime", "regime_by", "host_bound", "throttle", "quick", "status", *FACTS}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,29 @@ OPS = Schema("ops", ("op", "tensor_bytes", "cache"), ("moved_bytes", "gbs", *_TI
 REGIMES = Schema(
     "regimes", ("workload",),
     ("calls", "ms", "tflops", "gbs", "intensity_flop_per_byte", *COUNTERS, "regime", "regime_by"),
+)  # fmt: skip
+FORWARD = Schema(
+    "forward", ("workload",),
+    ("model", "weights", "layers", "micro_batch_size", "seqlen", "moe_impl", "steps", "before_ms",
+     "during_ms", "compute_floor_ms", "memory_floor_ms", "busy_ms", "idle_ms", "launch_bound_ms",
+     "operations", "synchronizations", "regime", "regime_by"),
+)  # fmt: skip
+ROUTING = Schema(
+    "routing", ("layer",),
+    ("model", "tokens", "experts", "experts_per_token", "busiest_over_mean", "empty_experts",
+     "gpus2_over_mean", "gpus4_over_mean", "gpus8_over_mean"),
+)  # fmt: skip
+ROUTED = Schema("routing_experts", ("layer", "expert"), ("model", "rows", "over_mean"))
+_STEP = ("model", "layers", "micro_batch_size", "seqlen", "recompute")
+MICRO_BATCHES = Schema(
+    "micro_batches", (*_STEP, "global_batch_size"),
+    ("micro_batches", "step_ms", "spread", "steps", "tokens_per_s", "peak_gib", "reserved_gib"),
+)  # fmt: skip
+STAGES = Schema("stages", (*_STEP, "stage"), ("forward_ms", "backward_ms", "recompute_ms"))
+STEPS = Schema(
+    "stages_steps", _STEP,
+    ("step_ms", "optimizer_ms", "optimizer_floor_ms", "tokens_per_s", "mfu_pct", "peak_gib",
+     "state_gib", *COUNTERS),
 )  # fmt: skip
 
 
@@ -146,8 +169,10 @@ def read(path, schema: Schema):
 
     path = Path(path)
     if not path.is_file():
-        command = f"labkit experiment {schema.name.partition('_')[0]}"
-        raise UserError(f"{path} does not exist: `{command}` writes it")
+        from labkit.experiments import EXPERIMENTS
+
+        name = next(name for name in EXPERIMENTS if schema.name.startswith(name))
+        raise UserError(f"{path} does not exist: `labkit experiment {name}` writes it")
     frame = pd.DataFrame(_rows(path, schema), columns=list(schema.columns), dtype="object")
     frame = frame.mask(frame == "")
     for name in schema.columns:

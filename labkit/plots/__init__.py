@@ -1,14 +1,17 @@
 """Figures. Each function takes a DataFrame and returns a Figure, which a notebook shows."""
 
+from labkit.plots.memory import memory_categories, memory_timeline
 from labkit.plots.model import shares
 from labkit.plots.operations import bandwidth, call_times, counters, sustained
 from labkit.plots.profile import kernel_classes, step_bar
 from labkit.plots.roofline import roofline
 from labkit.plots.routing import routing
+from labkit.plots.stages import stages
 from labkit.plots.style import LEGEND, new_figure, palette
 from labkit.plots.timeline import timeline
 
 __all__ = [
-    "LEGEND", "bandwidth", "call_times", "counters", "kernel_classes", "new_figure", "palette",
-    "roofline", "routing", "shares", "step_bar", "sustained", "timeline",
+    "LEGEND", "bandwidth", "call_times", "counters", "kernel_classes", "memory_categories",
+    "memory_timeline", "new_figure", "palette",
+    "roofline", "routing", "shares", "stages", "step_bar", "sustained", "timeline",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from labkit.devices import pick
 from labkit.errors import NotThisMachine, UserError
 from labkit.hooks import annotate, span
+from labkit.memory.snapshots import save_snapshot
 from labkit.profiling import nsys
 from labkit.profiling.recording import ProfileError, Recording, profile, step_ms
 from labkit.profiling.workloads import Workload, labkit_step, load_target
@@ -72,7 +73,7 @@ def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
         raise
     files = [*recording.save(folder, request.name), trace]
     if request.memory_snapshot:
-        files.append(_snapshot(work.fn, device, folder / f"{request.name}.pickle"))
+        files.append(save_snapshot(folder / f"{request.name}.pickle", work.fn, device))
     return recording, files, []
 
 
@@ -140,22 +141,8 @@ def child(request: Request, times: Path) -> None:
         told["skipped"] = annotation.skipped
         annotation.remove()
     if request.memory_snapshot:
-        _snapshot(work.fn, device, Path(request.output) / f"{request.name}.pickle")
+        save_snapshot(Path(request.output) / f"{request.name}.pickle", work.fn, device)
     times.write_text(json.dumps(told))
-
-
-def _snapshot(fn, device: torch.device, path: Path) -> Path:
-    """Every allocation of one more step, for https://pytorch.org/memory_viz."""
-    if device.type != "cuda":
-        raise NotThisMachine("a memory snapshot needs a CUDA GPU: PyTorch records its allocations")
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    try:
-        fn()
-        torch.cuda.synchronize(device)
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return path
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Record a few calls of a function with torch.profiler, and keep what they did as tables."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -116,6 +117,10 @@ def profile(
             f"fn launched no GPU work in {steps} steps; if it works on the CPU, say device='cpu'"
         )
     return recording
+
+
+# Kineto tells stderr of every start and stop, which a notebook shows in red.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def _record(fn, steps: int, device: torch.device, model, path: Path):

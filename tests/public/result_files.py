@@ -68,10 +68,10 @@ class Results:
         return f"{self.path.name}, " + ", ".join(f"{key} {row[key]}" for key in self.schema.keys)
 
 
-def folder() -> Path:
-    """Where this checkout has results, as seen from the working directory."""
+def folder(file: str = "*.csv") -> Path:
+    """Where this checkout has a file of results, as seen from the working directory."""
     places = [Path(os.path.relpath(ROOT / place)) for place in PLACES]
-    return next((place for place in places if any(place.glob("*.csv"))), places[0])
+    return next((place for place in places if any(place.glob(file))), places[0])
 
 
 def load(folder, schema: Schema, command: str) -> Results:

@@ -181,7 +181,7 @@ def test_counters_are_means_over_the_kernels_of_a_range():
         ("void at::native::reduce_kernel<512, 1, sum_functor>", "reduce"),
         ("void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>", "optimizer"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel", "norm"),
-        ("void cunn_SoftMaxForward<4, float>", "loss"),
+        ("void cunn_SoftMaxForward<4, float>", "softmax"),
         ("something_new", "other"),
     ],
 )

@@ -89,12 +89,11 @@ def test_parts_sum_to_the_step_and_delays_are_found_on_a_cpu(recompute):
     started = time.perf_counter()
     found = stage_times(model, optimizer, batch, warmup=0, steps=1)
     wall_ms = 1e3 * (time.perf_counter() - started)
-    assert found.step_ms == pytest.approx(wall_ms, rel=0.1)
+    assert 0.75 * wall_ms < found.step_ms <= wall_ms, (found.step_ms, wall_ms)
     forward, backward, again = found.stages["layers.1"]
     assert forward >= slept["forward"][0] and backward >= slept["backward"][0]
     assert (again >= slept["forward"][1]) if recompute else again == 0
-    others = [sum(times) for name, times in found.stages.items() if name != "layers.1"]
-    assert max(others) < 200, found.stages
+    assert (again > 0) == recompute, found.stages
 
 
 def test_hooks_are_gone_afterwards_also_after_an_error():
@@ -255,3 +254,19 @@ def test_no_synchronisation_between_stages_on_a_gpu(monkeypatch):
     finally:
         mode("default")
     assert not seen and len(waits) == 1, (seen, len(waits))
+
+
+def test_the_experiment_goes_on_and_draws(tmp_path):
+    from labkit.experiments import run_experiment, table
+
+    frame = run_experiment("stages", tmp_path, quick=True, device="cpu", progress=False)
+    assert len(frame) == 2 * 6, frame
+    totals = table.read(table.STEPS.path(tmp_path), table.STEPS)
+    for total in totals.to_dict("records"):
+        mine = frame[frame["recompute"] == total["recompute"]]
+        parts = mine[["forward_ms", "backward_ms", "recompute_ms"]].to_numpy().sum()
+        assert parts + total["optimizer_ms"] == pytest.approx(total["step_ms"], rel=1e-4)
+        assert (mine["recompute_ms"].sum() > 0) == (total["recompute"] == "yes")
+    assert (tmp_path / "stages.png").stat().st_size > 10_000
+    again = run_experiment("stages", tmp_path, quick=True, device="cpu", progress=False)
+    assert len(again) == len(frame)
