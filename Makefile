@@ -12,9 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 run: $(READY)         ## execute all notebooks, and write results/index.html
 	$(BIN)/labkit run --profile $(PROFILE)
 
+# One thread a worker: two workers with two threads each would wait for each other at every step.
 test: $(READY)        ## every test that this machine can run
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 gpu-test: $(READY)    ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu

@@ -1,11 +1,15 @@
 """Names for a profiler's timeline: a range around every submodule, and whose backward it is in."""
 
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import torch
 from torch import nn
+
+_watchers: ContextVar[tuple[Callable[[str, bool], None], ...]] = ContextVar("watchers", default=())
 
 
 def in_backward() -> bool:
@@ -16,12 +20,26 @@ def in_backward() -> bool:
 @contextmanager
 def span(name: str):
     """A named range around a block of code: `with span("forward"): …`"""
-    ranges = Ranges()
+    ranges, watchers = Ranges(), _watchers.get()
     ranges.push(name)
     try:
+        for watcher in watchers:
+            watcher(name, True)
         yield
     finally:
         ranges.close()
+        for watcher in watchers:
+            watcher(name, False)
+
+
+@contextmanager
+def watch_spans(watcher: Callable[[str, bool], None]):
+    """Inside the block, `watcher(name, opens)` hears of each `span` that opens or closes."""
+    token = _watchers.set((*_watchers.get(), watcher))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
 
 
 class Ranges:
