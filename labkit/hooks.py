@@ -127,13 +127,17 @@ def annotate(model: nn.Module) -> Annotation:
     return annotation
 
 
-def callable_modules(model: nn.Module, skipped: list[str], path: str = ""):
-    """Yield (path, module) of each submodule whose calls go through its hooks."""
+def callable_modules(model: nn.Module, skipped: list[str], path: str = "", seen=None):
+    """Yield (path, module) of each submodule whose calls go through its hooks, each once."""
+    seen = set() if seen is None else seen
     for name, child in model.named_children():
+        if child in seen:
+            continue
+        seen.add(child)
         below = f"{path}.{name}" if path else name
         if child._compiled_call_impl is not None:
             skipped.append(below)
             continue
         yield below, child
         if not isinstance(child, torch._dynamo.OptimizedModule):
-            yield from callable_modules(child, skipped, below)
+            yield from callable_modules(child, skipped, below, seen)

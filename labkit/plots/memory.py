@@ -81,10 +81,10 @@ def memory_categories(rows, devices: dict[str, float] | None = None) -> Figure:
     devices = devices or {}
     ax.set_xlim(0, 1.15 * max([*left, *devices.values()]))
     ax.set_ylim(len(rows) - 0.5, -0.9 if devices else -0.5)
-    for name, gib in devices.items():
+    for number, (name, gib) in enumerate(devices.items()):
         ax.axvline(gib, color=INK[0], ls="--", lw=1)
-        ax.annotate(name, (gib, -0.9), xytext=(-2, -3), textcoords="offset points", fontsize=8,
-                    ha="right", va="top")  # fmt: skip
+        ax.annotate(name, (gib, -0.9), xytext=(-2, -2 - 9 * (number % 2)), fontsize=8,
+                    textcoords="offset points", ha="right", va="top")  # fmt: skip
     ax.set_xlabel("memory (GiB)")
     ax.grid(False, axis="y")
     figure.legend(loc="outside upper center", ncols=len(PARTS), **LEGEND)

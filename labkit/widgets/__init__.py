@@ -26,6 +26,35 @@ def roofline_static(M=16, k=2048, n=2048, device=None, compare=None, dtype=None,
     return picture.static(M, k, n, device, compare, dtype, gemm_csv)
 
 
+def memory_explorer(device=None):
+    """What a training step needs in memory, by sliders and menus, and which GPUs have as much.
+
+    `device` is a DeviceSpec, a name in the device table, or None for the one in use; it stands
+    among the GPUs. Returns an ipywidget. `memory_static` is the same picture as a figure.
+    """
+    _need_ipywidgets()
+    from labkit.widgets.memory import MemoryExplorer
+
+    return MemoryExplorer(device)
+
+
+def memory_static(
+    model="olmoe-1b-7b", layers=4, micro_batch_size=4, seqlen=2048, recompute=False,
+    state="bfloat16", device=None,
+):  # fmt: skip
+    """The memory explorer's picture as a Figure; see `labkit.memory_model.step_bytes`.
+
+    `model` is a preset of ModelConfig, `state` the dtypes of the training state: "bfloat16",
+    "float32", "bfloat16, float32 moments", "bfloat16, float32 moments and master weights".
+    Needs no ipywidgets.
+    """
+    from labkit.devices import resolve
+    from labkit.widgets import memory_picture
+
+    device = None if device is None else resolve(device)
+    return memory_picture.figure(model, layers, micro_batch_size, seqlen, recompute, state, device)
+
+
 def quiz(question: str, options, answer: str, why: str):
     """A question with radio buttons and a Check button; `why` shows once an answer is checked.
 

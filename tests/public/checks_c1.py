@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from statistics import mean
 
+from tests.public.judging import require
 from tests.public.simulated_cuda import SimulatedCuda
 
 WAITS = {"torch.cuda.synchronize()", "stream.synchronize()", "event.synchronize()", "query"}
@@ -66,11 +67,6 @@ class Run:
         first = self.calls[self.work.warmup]
         last = max(i for i, entry in enumerate(self.cuda.log) if entry.kind == "return")
         return [entry.kind for entry in self.cuda.log[first:last]]
-
-
-def require(condition, message: str):
-    if not condition:
-        raise AssertionError(message)
 
 
 def observe(cuda_time, work: Work, **arguments) -> Run:

@@ -9,7 +9,7 @@ from numbers import Real
 from labkit.config import PRESETS, ModelConfig
 from labkit.devices import resolve
 from tests.public import slips_c3 as slips
-from tests.public.checks_c2 import as_text, close, judge, require
+from tests.public.judging import as_text, close, judge, require
 
 
 def check_params(param_count, *cfgs: ModelConfig):

@@ -10,7 +10,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 from tests.public.recorded_ranges import NO_ANNOTATION, Block, Broken, annotated
 from tests.public.watched_steps import one_thread
 

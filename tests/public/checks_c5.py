@@ -15,7 +15,7 @@ from labkit.data import MicroBatch
 from labkit.hooks import in_backward
 from labkit.model import Transformer
 from labkit.train import lm_loss
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 from tests.public.watched_steps import SavedActivations, one_thread, random_sequences
 
 HOW = (

@@ -17,7 +17,7 @@ from labkit.data import NO_TARGET, MicroBatch, Seqs
 from labkit.errors import UserError
 from labkit.model import Transformer
 from labkit.train import lm_loss, train_step
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 from tests.public.slips_c6 import explain, near, slips
 from tests.public.watched_steps import SavedActivations, one_thread, random_sequences
 

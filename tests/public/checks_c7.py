@@ -19,8 +19,8 @@ from labkit.stages import StageTimes
 from labkit.train import lm_loss
 from tests.public import slips_c7
 from tests.public.checks_c1 import WAITS
-from tests.public.checks_c2 import require
 from tests.public.checks_c4 import fingerprint
+from tests.public.judging import require
 from tests.public.recorded_ranges import Broken
 from tests.public.simulated_cuda import SimulatedCuda
 from tests.public.watched_steps import one_thread

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from labkit.config import ModelConfig
 from labkit.experiments import gemm, ops, regimes
 from labkit.experiments.table import GEMM, OPS, REGIMES, SUSTAINED
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 from tests.public.result_files import (
     MOST_BANDWIDTH,
     MOST_COMPUTE,

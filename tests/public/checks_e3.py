@@ -10,7 +10,7 @@ from labkit.devices import DeviceSpec
 from labkit.experiments.forward import passes
 from labkit.experiments.table import FORWARD
 from tests.public import slips_c3
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 from tests.public.result_files import MOST_COMPUTE, Results, check_keys, load
 
 SMALL, LARGE, NAIVE = (one.name for one in passes(on_gpu=True))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import hooks
 from labkit.hooks import in_backward
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 
 NO_ANNOTATION = "annotate returned None: is `return annotation` still there?"
 

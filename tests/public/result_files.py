@@ -15,7 +15,7 @@ from labkit.devices import DeviceSpec, lookup
 from labkit.errors import UserError
 from labkit.experiments import table
 from labkit.experiments.table import Schema
-from tests.public.checks_c2 import require
+from tests.public.judging import require
 
 ROOT = Path(__file__).parents[2]
 # The second is where a notebook that was told profile = "cpu" rehearses.

@@ -1,6 +1,6 @@
 """Usual mistakes of Coding Exercise 7, as the tables that they give."""
 
-from statistics import median
+from statistics import fmean, median
 
 from labkit.stages import StageTimes
 
@@ -59,17 +59,17 @@ def slips(case) -> dict[str, Table]:
         "forward and backward are swapped": [[b, f, r] for f, b, r in stages],
         "a stage has the backward of the one after it: at a tensor hook of its output the backward "
         "of that stage has just ended, and its own begins":
-            moved(stages, 1, [b for _, b, _ in stages][1:] + [0.0]),
+            moved(stages, 1, [*(b for _, b, _ in stages[1:]), 0.0]),
         "a stage has the backward of the one before it":
-            moved(stages, 1, [0.0] + [b for _, b, _ in stages][:-1]),
+            moved(stages, 1, [0.0, *(b for _, b, _ in stages[:-1])]),
         "a stage has the forward of the one after it":
-            moved(stages, 0, [f for f, *_ in stages][1:] + [0.0]),
+            moved(stages, 0, [*(f for f, *_ in stages[1:]), 0.0]),
         "a stage has the forward of the one before it":
-            moved(stages, 0, [0.0] + [f for f, *_ in stages][:-1]),
+            moved(stages, 0, [0.0, *(f for f, *_ in stages[:-1])]),
         "the optimizer's time is in the last backward, the embedding's: mark the end of backward() "
         "before optimizer.step()":
             [[f, b + optimizer * (i == 0), r] for i, (f, b, r) in enumerate(stages)],
-        "the head lacks a part": [*stages[:-1], [0.0, 0.0, 0.0]],
+        "only forward is measured": [[f, 0.0, 0.0] for f, *_ in stages],
     }  # fmt: skip
     tables = {words: [*table, [optimizer]] for words, table in kinds.items()}
     in_backward = next(words for words in kinds if words.startswith("the optimizer's time"))
@@ -98,11 +98,8 @@ def scaled(case, right: Table) -> dict[str, Table]:
     }
     tables |= {words: as_table(case.times(steps)) for words, steps in others.items()}
     factors = list(map(case.factor, timed))
-    middle = median(factors) / (sum(factors) / len(factors))
-    tables["that is the median: the parts sum to the step only if each is a mean"] = times(
-        right, middle
-    )
-    return tables
+    middle = times(right, median(factors) / fmean(factors))
+    return {"that is the median: the parts sum to the step only if each is a mean": middle} | tables
 
 
 def times(table: Table, factor: float) -> Table:

@@ -132,6 +132,14 @@ def test_a_module_called_twice_has_two_ranges():
     assert Recorder.log == ["+0", "-0", "+0", "-0"]
 
 
+def test_a_module_of_two_parents_has_one_range_a_call():
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    annotate(net)
+    net(torch.randn(2, 4))
+    assert Recorder.log.count("+0.0") == 2 and len(Recorder.log) == 8, Recorder.log
+
+
 def test_removal_leaves_nothing():
     net = Net()
     with annotate(net) as annotation:
