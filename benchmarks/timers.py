@@ -55,7 +55,7 @@ def queued_cuda_time_ms(fn) -> float:
     return statistics.median(cuda_time(fn, warmup=5, repeat=100))
 
 
-def compare(name: str, fn, calls: int, rounds: int = 5) -> dict:
+def compare(name: str, fn, calls: int, rounds: int = 3) -> dict:
     """Every timer in turns, so that a clock that drifts drifts for all of them; medians."""
     timers = {
         "cuda_time_ms": lambda: statistics.median(cuda_time(fn, repeat=30)),

@@ -33,8 +33,8 @@ def train_step(
     """One optimizer step on one micro batch → its loss, a scalar that is still on the device."""
     n_tokens = micro_batch.n_targets().clamp(min=1)
     with span("forward"):
-        logits = model(micro_batch.tokens, micro_batch.seqs)
-        loss = lm_loss(logits, micro_batch.targets, n_tokens)
+        # The logits have no name here: one would keep them alive through the backward.
+        loss = lm_loss(model(micro_batch.tokens, micro_batch.seqs), micro_batch.targets, n_tokens)
     with span("backward"):
         loss.backward()
     with span("optimizer"):
