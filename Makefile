@@ -7,14 +7,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lab check gpu-test lint clean
+.PHONY: run test lab check gpu-test clean
 
 run: $(READY)         ## execute all notebooks, and write results/index.html
 	$(BIN)/labkit run --profile $(PROFILE)
 
 # One thread a worker: two workers with two threads each would wait for each other at every step.
 test: $(READY)        ## every test that this machine can run
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 gpu-test: $(READY)    ## the tests that need a CUDA GPU
@@ -25,9 +25,6 @@ lab: $(READY)         ## JupyterLab, on this machine's loopback address only
 
 check: $(READY)       ## is everything there?
 	$(BIN)/labkit check
-
-lint: $(READY)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:                ## everything that can be made again; results stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

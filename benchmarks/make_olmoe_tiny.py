@@ -122,13 +122,15 @@ def train(
         loss = train_step(model, optimizer, batch)
         schedule.step()
         if step % 50 == 0 or step == steps:
-            rows.append({
-                "step": step,
-                "tokens": step * len(batch.tokens),
-                "train_loss": loss.item(),
-                "held_out_loss": evaluate(model, validation),
-                "seconds": time.perf_counter() - start,
-            })
+            rows.append(
+                {
+                    "step": step,
+                    "tokens": step * len(batch.tokens),
+                    "train_loss": loss.item(),
+                    "held_out_loss": evaluate(model, validation),
+                    "seconds": time.perf_counter() - start,
+                }
+            )
             if rows[-1]["held_out_loss"] < best:
                 best = rows[-1]["held_out_loss"]
                 weights = {name: w.detach().clone() for name, w in model.state_dict().items()}

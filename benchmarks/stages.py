@@ -1,6 +1,6 @@
 """stage_times on the step that Part 3 uses: its parts, their sum, and what its hooks cost.
 
-    python benchmarks/stages.py OUT.json [--layers 4 --micro-batch-size 4 --seqlen 2048]
+python benchmarks/stages.py OUT.json [--layers 4 --micro-batch-size 4 --seqlen 2048]
 """
 
 import json

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "check": "labkit.course.checks",        # labkit.check("C1") in a notebook
     "record": "labkit.report",              # labkit.record("GEMM", 1.38, "ms"): a key figure
-}
+}  # fmt: skip
 
 
 def __getattr__(name):

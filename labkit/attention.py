@@ -19,10 +19,15 @@ except ImportError:  # a build without FlashAttention
 
 
 @cache
-def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FlashAttention's variable-length kernel runs: Ampere or later, 16-bit numbers."""
+def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashAttention's variable-length kernel runs: Ampere or later, 16-bit numbers.
+
+    Its heads are a multiple of 8 wide, and at most 256.
+    """
     return (
         varlen_attn is not None
+        and head_dim % 8 == 0
+        and head_dim <= 256
         and device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -38,7 +43,7 @@ def _varlen_options() -> dict:
 
 def causal_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, seqs: Seqs) -> Tensor:
     """Each token attends to itself and to what precedes it in its own sequence → `[T, H, d]`."""
-    if _has_varlen(q_THd.device, q_THd.dtype):
+    if _has_varlen(q_THd.device, q_THd.dtype, q_THd.shape[-1]):
         options = _varlen_options()
         if "enable_gqa" not in options:
             k_TGd, v_TGd = _repeat_heads(q_THd, k_TGd, v_TGd)

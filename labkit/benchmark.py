@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit import devices
-from labkit.errors import UserError
+from labkit.errors import UserError, positive_number, whole_number
 from labkit.samplers import CpuSampler, GpuSampler, nvml_reader
 
 
@@ -38,10 +38,12 @@ def benchmark(
     An exception of `fn` comes through. UserError: a bad argument. NotThisMachine: no such GPU.
     """
     check_callable(fn)
-    check_count("min_samples", min_samples, 1)
-    check_count("max_samples", max_samples, min_samples)
-    _check_positive("budget_s", budget_s)
-    _check_positive("rel_spread", rel_spread)
+    whole_number("min_samples", min_samples)
+    whole_number("max_samples", max_samples, min_samples)
+    positive_number("budget_s", budget_s)
+    positive_number("rel_spread", rel_spread)
+    if warmup_s:
+        positive_number("warmup_s", warmup_s)
     device = devices.pick(device)
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext(), nvml_reader(on_gpu) as read:
@@ -175,19 +177,10 @@ def _warm_up(fn, on_gpu, seconds, limit_s, calls=3) -> float:
             return max(now - called, 1e-9)
 
 
-def check_callable(fn):
+def check_callable(fn) -> None:
+    """UserError: `fn` cannot be called."""
     if not callable(fn):
         raise UserError(
             f"fn={fn!r} cannot be called; pass a function of no arguments, "
             "as in `lambda: torch.matmul(a, b)`"
         )
-
-
-def check_count(name, value, least):
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def _check_positive(name, value):
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"{name}={value!r} must be a number above 0")

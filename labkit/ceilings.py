@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from labkit.files import whole_file
 
 BUDGET_S = 0.4  # of repetitions, for each of the two measurements
 
@@ -71,10 +72,30 @@ def host_memory_gib() -> float:
     import psutil
 
     total = psutil.virtual_memory().total
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit in _memory_limits():
         with suppress(OSError, ValueError):  # absent, or the word "max"
-            total = min(total, int(Path(limit).read_text()))
+            total = min(total, int(limit.read_text()))
     return total / 2**30
+
+
+def _memory_limits(proc=Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")) -> list[Path]:
+    """Files with the limits of this process's control groups, outer ones too: cgroups(7), v1, v2.
+
+    A Slurm job's limit is on a group far inside, a container's most often on the outermost.
+    """
+    files = []
+    with suppress(OSError):
+        for line in proc.read_text().splitlines():
+            _, controllers, inside = line.split(":", 2)
+            if not controllers:
+                top, name = root, "memory.max"
+            elif "memory" in controllers.split(","):
+                top, name = root / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            group = Path(inside.strip("/"))
+            files += [top / folder / name for folder in (group, *group.parents)]
+    return files
 
 
 def user_cache_dir() -> Path:
@@ -141,14 +162,6 @@ def _read(path: Path) -> Ceilings | None:
 
 
 def _write(path: Path, content: dict) -> None:
-    """Atomic, so that a process that reads while another writes sees the old file or the new."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1)
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+    """Keep the content for the next process, if there is a place for it."""
+    with suppress(OSError), whole_file(path) as draft:
+        draft.write_text(json.dumps(content, indent=1))

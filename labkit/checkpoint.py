@@ -60,10 +60,14 @@ def read_config(path: Path) -> ModelConfig:
     file = Path(path) / "config.json"
     try:
         hf = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{file} is not there: is {path} a checkpoint directory?") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(hf, dict):
+        raise CheckpointError(f"{file} holds a {type(hf).__name__}, not a table of settings")
     model_type = hf.get("model_type")
     if model_type not in ("olmoe", "llama"):
         raise CheckpointError(f"{file}: model_type={model_type!r}; labkit reads 'olmoe', 'llama'")
@@ -73,15 +77,21 @@ def read_config(path: Path) -> ModelConfig:
     if missing := sorted(_SIZES.keys() - hf.keys() - _OPTIONAL.keys()):
         raise CheckpointError(f"{file} lacks {', '.join(missing)}")
     sizes = {ours: hf.get(theirs) or _OPTIONAL.get(theirs) for theirs, ours in _SIZES.items()}
-    return ModelConfig(**sizes, qk_norm=model_type == "olmoe", rope_theta=_rope_theta(hf, file))
+    rope_theta = _rope_theta(hf, file)
+    try:
+        return ModelConfig(**sizes, qk_norm=model_type == "olmoe", rope_theta=rope_theta)
+    except UserError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def _rope_theta(hf: dict, file: Path) -> float:
     """transformers 5 writes `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"{file}: RoPE settings {rope!r} are not a table")
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise CheckpointError(f"{file}: RoPE of type {kind!r} is not supported, only 'default'")
-    return float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    return rope.get("rope_theta", hf.get("rope_theta", 10000.0))
 
 
 def _hf_config(cfg: ModelConfig, dtype: torch.dtype) -> dict:

@@ -1,15 +1,17 @@
 """`labkit …`: the library from a shell. Each command imports what it needs when it runs."""
 
 import ast
+import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from labkit.errors import UserError
+from labkit.errors import UserError, out_of_memory
 from labkit.experiments import EXPERIMENTS
 
 app = typer.Typer(
@@ -101,7 +103,8 @@ def test(
 
     console = Console()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=console, transient=True) as progress:
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=silent) as progress:
         task = progress.add_task("starting")
 
         def show(check):
@@ -133,7 +136,8 @@ def experiment(
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
-    Console().print(f"{len(rows)} rows; tables and figures are in {output}/", highlight=False)
+    said = f"{len(rows)} rows; tables and figures are in {output}/"
+    Console().print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -179,14 +183,20 @@ def profile(
 
 def main():
     """Run the CLI. What the user can fix is one line on stderr and status 2; no traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 shows "?" for a letter
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", soft_wrap=True)
-        raise SystemExit(2) from None
+        _complain("error", error)
     except NotImplementedError as error:  # an exercise that is still open
-        Console(stderr=True).print(f"[bold red]first:[/] {_escape(error)}", soft_wrap=True)
-        raise SystemExit(2) from None
+        _complain("first", error)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0]
+        _complain("out of memory", f"{said}; take a smaller model or batch")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:  # `labkit … | head`
@@ -205,10 +215,10 @@ def _assignment(text: str) -> tuple[str, object]:
         return name, value
 
 
-def _escape(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
+def _complain(what: str, error) -> NoReturn:
+    said = Text.assemble((f"{what}: ", "bold red"), str(error))
+    Console(stderr=True).print(said, soft_wrap=True)
+    raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

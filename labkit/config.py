@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields, replace
 
-from labkit.errors import UserError
+from labkit.errors import UserError, positive_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,13 @@ class ModelConfig:
     max_seqlen: int = 4096
 
     def __post_init__(self):
-        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seqlen")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                whole = whole_number(field.name, value, least=min(1, field.default))
+                object.__setattr__(self, field.name, whole)
+            elif field.type is float:
+                positive_number(field.name, value)
         if not self.head_dim:
             if self.dim % self.n_heads:
                 raise UserError(
@@ -43,7 +46,7 @@ class ModelConfig:
             raise UserError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads}")
-        if self.n_experts < 0 or (self.is_moe != (self.experts_per_token > 0)):
+        if self.is_moe != (self.experts_per_token > 0):
             raise UserError(
                 f"n_experts={self.n_experts} with experts_per_token={self.experts_per_token}: "
                 "a mixture needs both above 0, a dense model has both at 0"
@@ -52,7 +55,6 @@ class ModelConfig:
             raise UserError(
                 f"experts_per_token={self.experts_per_token} exceeds n_experts={self.n_experts}"
             )
-
         for name in ("dim", "ffn_dim"):
             if self.is_moe and getattr(self, name) % 8:
                 raise UserError(
@@ -93,4 +95,4 @@ PRESETS = {
         n_experts=16, experts_per_token=4, qk_norm=True, max_seqlen=512,
     ),
     "olmoe-1b-7b": ModelConfig(n_experts=64, experts_per_token=8, qk_norm=True),
-}
+}  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import ModelConfig
-from labkit.errors import UserError
+from labkit.errors import UserError, whole_number
 
 NO_TARGET = -100
 
@@ -111,8 +111,8 @@ def random_micro_batch(
     cfg: ModelConfig, micro_batch_size: int, seqlen: int, device=None, seed: int = 0
 ) -> MicroBatch:
     """`micro_batch_size` sequences of `seqlen` uniformly random tokens; the same on any device."""
-    if micro_batch_size < 1 or seqlen < 1:
-        raise UserError(f"micro_batch_size={micro_batch_size}, seqlen={seqlen}: both start at 1")
+    whole_number("micro_batch_size", micro_batch_size)
+    whole_number("seqlen", seqlen)
     generator = torch.Generator().manual_seed(seed)
     shape = (micro_batch_size, seqlen + 1)
     ids = torch.randint(cfg.vocab_size, shape, generator=generator)
@@ -123,16 +123,25 @@ def random_micro_batch(
 def text_micro_batches(
     ids: Sequence[int], micro_batch_size: int, seqlen: int, device=None, seed: int = 0
 ) -> Iterator[MicroBatch]:
-    """Endless micro batches of random windows of a tokenized text."""
+    """Endless micro batches of random windows of a tokenized text.
+
+    A bad request is a UserError at once, not at the first micro batch.
+    """
+    whole_number("micro_batch_size", micro_batch_size)
+    whole_number("seqlen", seqlen)
     ids = torch.as_tensor(ids)
     if len(ids) < seqlen + 1:
         raise UserError(f"the text has {len(ids)} tokens; seqlen={seqlen} needs one more than that")
+    return _windows(ids, Seqs.from_lengths([seqlen] * micro_batch_size, device), seed)
+
+
+def _windows(ids: Tensor, seqs: Seqs, seed: int) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
+    n_sequences, seqlen = len(seqs.lengths), seqs.max_seqlen
     offsets = torch.arange(seqlen + 1)
-    seqs = Seqs.from_lengths([seqlen] * micro_batch_size, device)
     while True:
-        starts = torch.randint(len(ids) - seqlen, (micro_batch_size, 1), generator=generator)
-        windows = ids[starts + offsets].to(device)
+        starts = torch.randint(len(ids) - seqlen, (n_sequences, 1), generator=generator)
+        windows = ids[starts + offsets].to(seqs.cu_seqlens.device)
         yield MicroBatch(windows[:, :-1].flatten(), windows[:, 1:].flatten(), seqs)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from labkit import ceilings
 from labkit.ceilings import Ceilings
-from labkit.errors import NotThisMachine, UserError
+from labkit.errors import NotThisMachine, UserError, positive_number
 
 TABLE = Path(__file__).parent / "assets" / "devices.toml"
 _VENDOR_WORDS = {"nvidia", "tesla", "geforce", "quadro", "amd", "instinct"}
@@ -50,9 +50,7 @@ class DeviceSpec:
 
     def __post_init__(self):
         for name in ("peak_tflops", "bandwidth_gbs", "memory_gib"):
-            value = getattr(self, name)
-            if not _is_positive(value):
-                raise UserError(f"{self.name}: {name}={value!r} must be a number above 0")
+            positive_number(f"{self.name}: {name}", getattr(self, name))
         object.__setattr__(self, "peaks", {**self.peaks, self.dtype: self.peak_tflops})
 
     @property
@@ -274,13 +272,7 @@ def _check_entry(where: str, entry) -> None:
     needed = {"bandwidth_gbs": None, "memory_gib": None}
     numbers = needed | {key: entry[key] for key in _NUMBERS & entry.keys()} | tflops
     for key, value in numbers.items():
-        if not _is_positive(value):
-            raise UserError(f"{where}: {key}={value!r} must be a number above 0")
-
-
-def _is_positive(value) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < float("inf")
+        positive_number(f"{where}: {key}", value)
 
 
 def _from_entry(name: str, entry: dict) -> DeviceSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 from labkit.attention import causal_attention
 from labkit.config import ModelConfig
 from labkit.data import Seqs
-from labkit.errors import UserError
+from labkit.errors import UserError, positive_number, whole_number
 from labkit.model import Transformer
 
 
@@ -85,7 +85,7 @@ def stream(
     None. `use_cache=False` runs everything again for each token: slow, and the same tokens, which
     is what it is for. A bad request is a UserError at once, not at the first token.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_k)
+    _check(model, prompts, max_new_tokens, temperature, top_k, seed)
     return _stream(model, prompts, max_new_tokens, temperature, top_k, stop_id, seed, use_cache)
 
 
@@ -130,14 +130,15 @@ def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def _check(model: Transformer, prompts, max_new_tokens: int, temperature: float, top_k):
+def _check(model: Transformer, prompts, max_new_tokens: int, temperature: float, top_k, seed: int):
     vocab, places = model.cfg.vocab_size, model.cfg.max_seqlen
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: give every sequence at least one token")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if temperature < 0:
-        raise UserError(f"temperature={temperature} must not be negative")
+    whole_number("max_new_tokens", max_new_tokens)
+    if temperature != 0:
+        positive_number("temperature", temperature)
+    if not -(2**63) <= seed < 2**64:
+        raise UserError(f"seed={seed} does not fit into 64 bits")
     if top_k is not None and not 1 <= top_k <= vocab:
         raise UserError(f"top_k={top_k} must lie in 1…{vocab}, the vocabulary")
     model.check_token_ids(torch.tensor([token for prompt in prompts for token in prompt]))

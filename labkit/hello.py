@@ -21,6 +21,10 @@ def say(
     from labkit.errors import UserError
     from labkit.generate import stream
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the prompt {prompt!r} is not UTF-8 text") from None
     path, device = Path(checkpoint or SHIPPED), pick(device)
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode(prompt).ids

@@ -182,4 +182,5 @@ def attempt(fn, *args):
 
 
 def reason(error: Exception) -> str:
+    """What an error says, or its kind if it says nothing."""
     return str(error) or type(error).__name__

@@ -3,11 +3,9 @@
 FLOPs count a multiply-add as two. TFLOP/s are 1e12 FLOPs a second.
 """
 
-import operator
-
 from labkit.config import ModelConfig
 from labkit.devices import DeviceSpec, resolve
-from labkit.errors import UserError
+from labkit.errors import UserError, whole_number
 
 Device = DeviceSpec | str | None  # a spec, the name of one, or None for the device in use
 
@@ -120,6 +118,7 @@ def forward_floor_ms(
 
 def flops_breakdown(cfg: ModelConfig, seqlen: int, micro_batch_size: int = 1) -> dict[str, float]:
     """FLOPs of one forward pass by part; they sum to tokens × `flops_per_token`."""
+    seqlen, micro_batch_size = _sizes(seqlen=seqlen, micro_batch_size=micro_batch_size)
     tokens = micro_batch_size * seqlen
     per_layer = {
         "projections": 2 * _attention_weights(cfg),
@@ -131,9 +130,7 @@ def flops_breakdown(cfg: ModelConfig, seqlen: int, micro_batch_size: int = 1) ->
     return {**parts, "lm_head": tokens * 2 * cfg.vocab_size * cfg.dim}
 
 
-def mfu(
-    cfg: ModelConfig, tokens: int, seqlen: int, step_ms: float, device: Device = None
-) -> float:
+def mfu(cfg: ModelConfig, tokens: int, seqlen: int, step_ms: float, device: Device = None) -> float:
     """Model FLOPs utilization of a training step, 0…1 (Chowdhery et al. 2022, appendix B).
 
     The FLOPs that the model needs for `tokens` tokens in sequences of `seqlen`, forward and
@@ -170,8 +167,11 @@ def optimizer_floor_ms(cfg: ModelConfig, device: Device = None) -> float:
 
 
 def bytes_per_element(device: DeviceSpec) -> int:
-    """Bytes of a number in the dtype that the device trains in."""
-    return {"float32": 4, "bfloat16": 2, "float16": 2}[device.dtype]
+    """Bytes of a number in the dtype that the device trains in. UserError: nobody trains in it."""
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    if device.dtype not in sizes:
+        raise UserError(f"{device.name}: dtype={device.dtype!r}; one trains in {', '.join(sizes)}")
+    return sizes[device.dtype]
 
 
 def _attention_weights(cfg: ModelConfig) -> int:
@@ -190,15 +190,7 @@ def _ffn_weights(cfg: ModelConfig) -> int:
 
 def _sizes(**sizes) -> list[int]:
     """The sizes as Python's integers, which do not overflow as numpy's do."""
-    whole = []
-    for name, size in sizes.items():
-        try:
-            whole.append(operator.index(size))  # refuses 16.0
-        except TypeError:
-            whole.append(0)
-        if isinstance(size, bool) or whole[-1] < 1:
-            raise UserError(f"{name}={size!r} must be a whole number of at least 1")
-    return whole
+    return [whole_number(name, size) for name, size in sizes.items()]
 
 
 def _check_number(**numbers) -> None:

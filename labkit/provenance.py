@@ -10,13 +10,14 @@ def machine_facts(device=None) -> dict:
     """
     import torch
 
-    from labkit.devices import current
+    from labkit.ceilings import processor
+    from labkit.devices import pick
     from labkit.monitor import identify
 
     gpu = identify(device)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": gpu.name if gpu else current("cpu").name,
+        "device": processor(pick(device)),
         "torch": torch.__version__,
         **_driver_facts(gpu),
     }

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from labkit.nvml import NVML_FIELDS, Gpu, attempt, find
+from labkit.monitor import identify
+from labkit.nvml import NVML_FIELDS, attempt, find
 
 MAX_SPIN_MS = 60.0
 
@@ -84,16 +85,19 @@ class GpuSampler:
 
 
 def clock_ms(fn) -> float:
+    """The time of one call by the CPU's clock, in ms."""
     began = time.perf_counter()
     fn()
     return (time.perf_counter() - began) * 1e3
 
 
 def event_pair():
+    """Two CUDA events that keep the time."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 def spin_takes_ms(cycles: int) -> float:
+    """How long the GPU spins for so many cycles; waits for it."""
     start, end = event_pair()
     start.record()
     torch.cuda._sleep(cycles)
@@ -131,5 +135,6 @@ def _open_nvml():
 
 
 def _find_in_nvml(nvml):
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return find(nvml, Gpu(properties.name, str(getattr(properties, "uuid", ""))))[0]
+    """The handle that has clocks: a MIG slice has none, but its whole GPU does."""
+    handle, is_mig = find(nvml, identify("cuda"))
+    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_mig else handle

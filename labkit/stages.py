@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from labkit.devices import pick
 from labkit.errors import UserError
 
 
@@ -36,23 +37,27 @@ class StageTimes(NamedTuple):
 
 
 class Clock:
-    """Marks in time: CUDA events in the GPU's queue, or the CPU's clock where there is no GPU."""
+    """Marks in time: CUDA events in the queue of a GPU, or the CPU's clock.
 
-    def __init__(self):
-        self.on_gpu = torch.cuda.is_available()
+    device: as in `devices.pick`.
+    """
+
+    def __init__(self, device=None):
+        self.device = pick(device)
+        self.on_gpu = self.device.type == "cuda"
 
     def mark(self):
         """The present moment of the stream's work; nothing waits for it."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait(self) -> None:
         """Until every mark has been passed."""
         if self.on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
 
     def ms(self, start, end) -> float:
         """Milliseconds between two marks; `wait` comes first."""

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from labkit.benchmark import Benchmark, benchmark, check_callable, check_count
-from labkit.errors import UserError
+from labkit.benchmark import Benchmark, benchmark, check_callable
+from labkit.errors import UserError, whole_number
 from labkit.hooks import in_backward
 from labkit.stages import (
     Clock,
@@ -46,8 +46,8 @@ def cuda_time(fn: Callable[[], object], warmup: int = 10, repeat: int = 20) -> l
     `repeat < 1`.
     """
     check_callable(fn)
-    check_count("warmup", warmup, 0)
-    check_count("repeat", repeat, 1)
+    whole_number("warmup", warmup, 0)
+    whole_number("repeat", repeat)
     ### BEGIN SOLUTION
     for _ in range(warmup):
         fn()
@@ -78,12 +78,14 @@ def stage_times(
     *,
     stages: list[str] | None = None,
     loss: Callable[[], Tensor] | None = None,
+    device: torch.device | str | None = None,
 ) -> StageTimes:
     """Where a training step's time goes: forward, backward and recompute of every stage.
 
     The stages are the embedding, each layer, and "head", which is what comes after the last layer:
     final norm, lm_head and the loss. `stages` names others, in any model (a module's path each);
-    `loss` computes the loss of such a model, in place of `lm_loss` on `micro_batch`.
+    `loss` computes the loss of such a model, in place of `lm_loss` on `micro_batch`. `device` is
+    the one that the model is on; None is the GPU in use, or the CPU.
 
     Runs `warmup` steps untimed and `steps` timed; each is a forward, a backward and an optimizer
     step. `stages.Clock` takes the times:
@@ -99,9 +101,9 @@ def stage_times(
     The hooks are off the model when this returns, also by an exception, which comes through.
     UserError: a stage that does not exist, does not run, or runs twice in a step.
     """
-    check_count("warmup", warmup, 0)
-    check_count("steps", steps, 1)
-    modules, clock = stage_modules(model, stages), Clock()
+    whole_number("warmup", warmup, 0)
+    whole_number("steps", steps)
+    modules, clock = stage_modules(model, stages), Clock(device)
     compute_loss = loss or loss_of(model, micro_batch)
     ### BEGIN SOLUTION
     step = {}
@@ -135,6 +137,7 @@ def stage_times(
             value = compute_loss()
             step["loss"] = clock.mark()
             value.backward()
+            del value  # its graph would live on into the next forward
             step["optimizer"] = clock.mark()
             optimizer.step()
             optimizer.zero_grad()

@@ -19,6 +19,7 @@ NO_TESTS = 5  # pytest's exit status
 
 
 def sign(key: bytes, line: str) -> str:
+    """The signature of a report's line: HMAC-SHA256, in hexadecimal."""
     return hmac.new(key, line.encode(), hashlib.sha256).hexdigest()
 
 

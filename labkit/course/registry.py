@@ -48,10 +48,6 @@ class Exercise:
     def worth(self, hidden: bool = False) -> int:
         return self.hidden_points if hidden else self.points
 
-    def notebook_file(self, root: Path) -> Path | None:
-        """The notebook that it is in, or None if this checkout does not have it."""
-        return next(root.glob(f"notebooks/{self.notebook}_*.ipynb"), None)
-
     def test_file(self, root: Path, hidden: bool = False) -> Path | None:
         """Its tests in this checkout, or None if it has none here."""
         if self.tests is None:

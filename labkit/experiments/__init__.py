@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "regimes": "Bound by compute, by memory or by overhead: what the counters say of each",
     "forward": "Three forward passes through the profiler: a small, a large and a naive one",
     "routing": "How many tokens of a real text each expert gets, and what imbalance would cost",
+    "train": "Three training steps through the profiler: kept, recomputed and naive",
     "stages": "One training step: forward, backward and recompute of every stage",
     "micro_batches": "One global batch in micro batches of several sizes: time and memory",
 }

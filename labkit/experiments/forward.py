@@ -14,16 +14,15 @@ import torch
 from labkit import plots
 from labkit.config import ModelConfig
 from labkit.data import random_micro_batch
-from labkit.errors import UserError
+from labkit.experiments import recordings
 from labkit.experiments.machine import Machine
 from labkit.experiments.progress import steps
 from labkit.experiments.table import FORWARD, Table, save
 from labkit.perfmodel import forward_floor_ms, param_count
+from labkit.plots.style import nothing
 from labkit.profiling import Recording, profile
-from labkit.profiling.trace import read_trace
 from labkit.profiling.workloads import build_model
 
-TABLES = ("ranges", "kernels", "api", "summary")
 ROOM_GIB = 6.0  # of a GPU, for what is not weights: logits and the rows of one layer
 BUSY = 0.7  # a GPU that works for a smaller share of an unrecorded pass is short of work
 
@@ -115,13 +114,9 @@ def _done(table: Table, one: Pass, what: dict, output) -> bool:
         return False
     row = table.frame().set_index("workload").loc[one.name]
     same = all(row[name] == value for name, value in (what | _sizes(one)).items())
-    return same and (row["status"] != "ok" or all(path.is_file() for path in _files(output, one)))
-
-
-def _files(output, one: Pass) -> list[Path]:
-    folder = Path(output)
-    files = [folder / f"{one.name}_{table}.csv" for table in TABLES]
-    return [*files, folder / f"{one.name}.trace.json.gz"]
+    return same and (
+        row["status"] != "ok" or all(path.is_file() for path in recordings.files(output, one.name))
+    )
 
 
 def _measure(machine: Machine, model, one: Pass, output, quick: bool) -> dict:
@@ -131,7 +126,7 @@ def _measure(machine: Machine, model, one: Pass, output, quick: bool) -> dict:
     batch = random_micro_batch(model.cfg, one.micro_batch_size, one.seqlen, machine.device)
     fn = torch.no_grad()(partial(model, batch.tokens, batch.seqs))
     times = 2 if quick else 4
-    *_, trace = _files(output, one)
+    trace = recordings.trace_file(output, one.name)
     recording = profile(fn, steps=times, warmup=3, model=model, device=machine.device, trace=trace)
     recording.save(output, one.name)
     return {"steps": times} | summary(recording, floors)
@@ -177,19 +172,7 @@ def load(output, name: str) -> Recording:
 
     Raises UserError if they are not there.
     """
-    folder = Path(output)
-    trace, told = folder / f"{name}.trace.json.gz", folder / f"{name}_summary.csv"
-    for path in (trace, told):
-        if not path.is_file():
-            raise UserError(f"{path} does not exist: `labkit experiment forward` writes it")
-    said = pd.read_csv(told, index_col="what")["value"]
-    number = {key: float(said[key]) for key in ("steps", "before_ms", "during_ms")}
-    facts = said.drop([*number, *(key for key in said.index if key.endswith("_ms"))],
-                      errors="ignore")  # fmt: skip
-    return Recording(
-        read_trace(trace), int(number["steps"]), number["before_ms"], number["during_ms"],
-        facts.dropna().to_dict(),
-    )  # fmt: skip
+    return recordings.load(output, name, "forward")
 
 
 def figure(frame, output):
@@ -197,7 +180,7 @@ def figure(frame, output):
     measured = frame[frame["status"] == "ok"].set_index("workload")
     names = [one.name for one in passes(True) if one.name in measured.index]
     if not names:
-        return plots.nothing(frame)
+        return nothing(frame)
     tables = {name: pd.read_csv(Path(output) / f"{name}_ranges.csv") for name in names}
     floors = measured[["compute_floor_ms", "memory_floor_ms"]]
     return plots.step_bar(

@@ -10,7 +10,7 @@ from labkit import devices
 from labkit.benchmark import benchmark
 from labkit.ceilings import host_memory_gib
 from labkit.devices import DeviceSpec
-from labkit.errors import NotThisMachine
+from labkit.errors import NotThisMachine, out_of_memory
 from labkit.provenance import machine_facts
 
 
@@ -155,7 +155,4 @@ def with_reached(spec: DeviceSpec, reached) -> DeviceSpec:
 
 def _failure(error: RuntimeError) -> str:
     text = str(error).partition("\n")[0]
-    # The CPU's allocator has no error class of its own.
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return "out of memory"
-    return f"failed: {text[:200]}"
+    return "out of memory" if out_of_memory(error) else f"failed: {text[:200]}"

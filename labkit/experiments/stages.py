@@ -33,11 +33,12 @@ def run(
     """
     machine = Machine.here(device)
     preset = model or ("olmoe-1b-7b" if machine.on_gpu else "olmoe-tiny")
-    cfg = ModelConfig.preset(preset, **({"n_layers": layers or 4}))
+    cfg = ModelConfig.preset(preset, n_layers=4 if layers is None else layers)
+    usual = 2048 if machine.on_gpu else 128
     shape = {
         "model": preset, "layers": cfg.n_layers,
-        "micro_batch_size": micro_batch_size or 4,
-        "seqlen": seqlen or (2048 if machine.on_gpu else 128),
+        "micro_batch_size": 4 if micro_batch_size is None else micro_batch_size,
+        "seqlen": usual if seqlen is None else seqlen,
     }  # fmt: skip
     batch = random_micro_batch(cfg, shape["micro_batch_size"], shape["seqlen"], machine.device)
     stages = Table(output, STAGES, machine.facts, quick)
@@ -63,7 +64,9 @@ def _measure(machine: Machine, cfg, batch, recompute: bool, quick: bool, found: 
     model = build_model(cfg, machine.device)
     model.recompute = recompute
     optimizer = make_optimizer(model)
-    times = stage_times(model, optimizer, batch, warmup=2, steps=2 if quick else 5)
+    times = stage_times(
+        model, optimizer, batch, warmup=2, steps=2 if quick else 5, device=machine.device
+    )
     found.update(times.stages)
     step = partial(train_step, model, optimizer, batch)
     seconds = (1.0 if quick else 3.0) if machine.on_gpu else 1.0

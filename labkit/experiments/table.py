@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.errors import UserError
+from labkit.files import whole_file
 
 IDENTITY = ("device", "dtype", "schema")  # what the rows of one file have in common
 FACTS = ("date", *IDENTITY, "torch", "driver")
@@ -62,6 +63,12 @@ FORWARD = Schema(
     ("model", "weights", "layers", "micro_batch_size", "seqlen", "moe_impl", "steps", "before_ms",
      "during_ms", "compute_floor_ms", "memory_floor_ms", "busy_ms", "idle_ms", "launch_bound_ms",
      "operations", "synchronizations", "regime", "regime_by"),
+)  # fmt: skip
+TRAIN = Schema(
+    "train", ("workload",),
+    ("model", "layers", "micro_batch_size", "seqlen", "recompute", "moe_impl", "steps", "before_ms",
+     "during_ms", "busy_ms", "idle_ms", "launch_bound_ms", "forward_ms", "backward_ms",
+     "recompute_ms", "optimizer_ms", "operations"),
 )  # fmt: skip
 ROUTING = Schema(
     "routing", ("layer",),
@@ -240,15 +247,12 @@ def _cell(value) -> str:
 
 @contextmanager
 def _whole_file(path: Path):
-    """A draft beside a file, which takes its place at the end: nobody ever meets half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """As `files.whole_file`, with a UserError for a place that cannot be written."""
     try:
-        yield draft
-        os.replace(draft, path)
+        with whole_file(path) as draft:
+            yield draft
     except OSError as error:
         raise _cannot_write(path, error) from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:

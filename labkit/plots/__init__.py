@@ -1,6 +1,7 @@
 """Figures. Each function takes a DataFrame and returns a Figure, which a notebook shows."""
 
 from labkit.plots.memory import memory_categories, memory_timeline
+from labkit.plots.micro_batches import micro_batches
 from labkit.plots.model import shares
 from labkit.plots.operations import bandwidth, call_times, counters, sustained
 from labkit.plots.profile import kernel_classes, step_bar
@@ -12,6 +13,6 @@ from labkit.plots.timeline import timeline
 
 __all__ = [
     "LEGEND", "bandwidth", "call_times", "counters", "kernel_classes", "memory_categories",
-    "memory_timeline", "new_figure", "palette",
+    "memory_timeline", "micro_batches", "new_figure", "palette",
     "roofline", "routing", "shares", "stages", "step_bar", "sustained", "timeline",
 ]  # fmt: skip

@@ -56,6 +56,7 @@ def plottable(frame, *columns):
 
 
 def require(frame, *columns) -> None:
+    """UserError: the frame lacks one of the columns."""
     if missing := [name for name in columns if name not in frame]:
         raise UserError(f"the rows have no column {missing}; they have {list(frame.columns)}")
 

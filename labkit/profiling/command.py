@@ -9,6 +9,7 @@ import torch
 
 from labkit.devices import pick
 from labkit.errors import NotThisMachine, UserError
+from labkit.files import writable_folder
 from labkit.hooks import annotate, span
 from labkit.memory.snapshots import save_snapshot
 from labkit.profiling import nsys
@@ -58,7 +59,9 @@ def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
     recorded until then is written first.
     """
     device = pick(request.device)
-    folder = _writable(Path(request.output))
+    if not request.name.strip(".") or Path(request.name).name != request.name:
+        raise UserError(f"name={request.name!r} must be a file name; --output says which folder")
+    folder = writable_folder(request.output)
     if _backend(request, device) == "nsys":
         return _with_nsys(request, folder)
     work = request.workload()
@@ -75,18 +78,6 @@ def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
     if request.memory_snapshot:
         files.append(save_snapshot(folder / f"{request.name}.pickle", work.fn, device))
     return recording, files, []
-
-
-def _writable(folder: Path) -> Path:
-    """The folder, before anything is measured. UserError: it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".labkit-writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written to ({error.strerror})") from None
-    return folder
 
 
 def _backend(request: Request, device: torch.device) -> str:
@@ -111,14 +102,16 @@ def _with_nsys(request: Request, folder: Path) -> tuple[Recording, list[Path], l
     report = folder / f"{request.name}.nsys-rep"
     times = folder / f"{request.name}.times.json"
     child = [sys.executable, "-m", "labkit.profiling.command", json.dumps(vars(request))]
-    export, note = nsys.record([*child, str(times)], report)
-    told = json.loads(times.read_text())
-    times.unlink()
+    try:
+        export, note = nsys.record([*child, str(times)], report)
+        told, events = json.loads(times.read_text()), nsys.read_sqlite(export)
+    finally:
+        for file in (times, report.with_suffix(".sqlite")):  # the report holds the latter's events
+            file.unlink(missing_ok=True)
     facts = machine_facts(request.device)
     recording = Recording(
-        nsys.read_sqlite(export), request.steps, told["before_ms"], told["during_ms"], facts,
-        tuple(told["skipped"]),
-    )  # fmt: skip
+        events, request.steps, told["before_ms"], told["during_ms"], facts, tuple(told["skipped"])
+    )
     return recording, [*recording.save(folder, request.name), report], [note] if note else []
 
 

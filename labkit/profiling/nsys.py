@@ -49,6 +49,7 @@ def record(command: list[str], report: str | Path) -> tuple[Path, str]:
     """
     program, report = find_nsys(), Path(report).with_suffix(".nsys-rep")
     report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)  # of an earlier run: below, that it is there means success
     base = [
         program, "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
         "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true",
@@ -85,7 +86,7 @@ def read_sqlite(path: str | Path) -> Events:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is not there")
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
         try:
             tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
         except sqlite3.DatabaseError as error:
@@ -127,8 +128,9 @@ def _api(db, tables: set[str]) -> pd.DataFrame:
 
 def _gpu(db, tables: set[str]) -> pd.DataFrame:
     columns = ["name", "kind", "start_us", "end_us", "stream", "correlation"]
-    parts = ["""SELECT s.value, 'kernel', k.start, k.end, k.streamId, k.correlationId
-                FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"""]
+    kernels = """SELECT s.value, 'kernel', k.start, k.end, k.streamId, k.correlationId
+                 FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"""
+    parts = [kernels]
     for kind, table in {"copy": "MEMCPY", "fill": "MEMSET"}.items():
         if f"CUPTI_ACTIVITY_KIND_{table}" in tables:
             parts.append(f"""SELECT '{table.title()}', '{kind}', start, end, streamId, correlationId

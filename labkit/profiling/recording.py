@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from labkit.devices import pick
-from labkit.errors import UserError
+from labkit.errors import UserError, whole_number
 from labkit.hooks import annotate, span
 from labkit.profiling import tables
 from labkit.profiling.events import Events
@@ -95,8 +95,8 @@ def profile(
     Raises ProfileError if fn raises while it is recorded (hooks and profiler are off by then, and
     the trace is kept), UserError if it launches nothing on a GPU that it should work on.
     """
-    if steps < 1 or warmup < 0:
-        raise UserError(f"steps={steps}, warmup={warmup}: record at least one step")
+    whole_number("steps", steps)
+    whole_number("warmup", warmup, 0)
     device = pick(device)
     for _ in range(warmup):
         fn()
@@ -160,9 +160,10 @@ def step_ms(fn, steps: int, device: torch.device) -> float:
             fn()
         return 1e3 * (time.perf_counter() - start) / steps
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
     for _ in range(steps):
         fn()
-    end.record()
+    end.record(stream)
     torch.cuda.synchronize(device)
     return begin.elapsed_time(end) / steps

@@ -127,7 +127,7 @@ def kernels_table(events: Events, steps: int) -> pd.DataFrame:
         "ms": table["sum"] / 1e3 / steps,
         "share_pct": 100 * table["sum"] / total,
         "name": table["name"],
-    })
+    })  # fmt: skip
     return result.sort_values("ms", ascending=False, ignore_index=True)
 
 
@@ -157,7 +157,7 @@ def api_table(events: Events, steps: int) -> pd.DataFrame:
         "count": table["size"] / steps,
         "per_instance": table["size"] / table["range"].map(opened),
         "cpu_ms": table["sum"] / steps,
-    })
+    })  # fmt: skip
     order = {"by": ["cpu_ms", "call", "range"], "ascending": [False, True, True]}
     return result.sort_values(**order, ignore_index=True)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 
 import pandas as pd
@@ -25,7 +26,7 @@ def read_trace(path: str | Path) -> Events:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             raw = json.load(file)["traceEvents"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a trace of torch.profiler: {error!r}") from None
     spans = [event for event in raw if event.get("ph") == "X"]
     api = _api(spans)

@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +61,11 @@ def labkit_step(
         from labkit.checkpoint import load_hf
 
         model = load_hf(checkpoint, device)
-        if layers:
+        if layers is not None:
+            model.cfg = replace(model.cfg, n_layers=min(layers, model.cfg.n_layers))
             model.layers = model.layers[:layers]
     else:
-        cfg = ModelConfig.preset(preset, **({"n_layers": layers} if layers else {}))
+        cfg = ModelConfig.preset(preset, **({} if layers is None else {"n_layers": layers}))
         model = build_model(cfg, device)
     model.moe_impl, model.recompute = moe_impl, recompute
     batch = random_micro_batch(model.cfg, micro_batch_size, seqlen, device)
@@ -80,7 +81,7 @@ def load_target(target: str) -> Workload:
     is a UserError; an exception of the user's own code comes through.
     """
     where, colon, name = target.partition(":")
-    if not (where and colon and name):
+    if not (all(where.split(".")) and colon and name):
         raise UserError(f"--target {target!r} is not of the form package.module:make_step")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from labkit import __version__
 from labkit.errors import NotThisMachine, UserError
+from labkit.files import writable_folder
 from labkit.runner import pages
 from labkit.runner.summary import (
     SUMMARY,
@@ -21,7 +22,6 @@ from labkit.runner.summary import (
     NotebookResult,
     read_summary,
     write_summary,
-    write_text,
 )
 
 try:
@@ -158,11 +158,7 @@ def _check_output(notebooks: list[Path], settings: _Settings):
     inside = (root / "notebooks") in (output, *output.parents)
     if inside or any((output / _place(path, root)).resolve() == path for path in notebooks):
         raise UserError(f"output {output} would mix results and notebooks; give another folder")
-    try:
-        write_text(output / ".labkit", "")
-        (output / ".labkit").unlink()
-    except OSError as error:
-        raise UserError(f"output {output} cannot be written: {error.strerror}") from None
+    writable_folder(output)
 
 
 def _name(path: Path, root: Path) -> str:

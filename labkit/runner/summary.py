@@ -3,13 +3,12 @@
 import json
 import os
 import platform
-import uuid
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from labkit import __version__
 from labkit.errors import UserError
+from labkit.files import whole_file
 from labkit.report import KeyFigure
 
 STATUSES = ("ok", "failed", "interrupted", "unfinished")
@@ -96,16 +95,10 @@ def exit_code(results: list[NotebookResult]) -> int:
 
 
 def write_text(path: Path, text: str):
-    """Write all of the file or nothing: a reader, or a killed run, never meets half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
+    """Write all of the file or nothing; its folder is made if it is absent. Raises OSError."""
+    with whole_file(path) as draft:
         # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(draft, path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def read_summary(output: Path, note=lambda message: None) -> dict[str, NotebookResult]:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 
 from labkit.config import ModelConfig
 from labkit.devices import DeviceSpec
@@ -11,16 +10,18 @@ from labkit.experiments.forward import passes
 from labkit.experiments.table import FORWARD
 from tests.public import slips_c3
 from tests.public.judging import require
-from tests.public.result_files import MOST_COMPUTE, Results, check_keys, load
+from tests.public.result_files import (
+    MOST_COMPUTE,
+    Results,
+    check_keys,
+    check_summary,
+    load,
+    recorded_table,
+    require_same,
+)
 
 SMALL, LARGE, NAIVE = (one.name for one in passes(on_gpu=True))
 PARTS = ("attn", "attn_norm", "ffn", "ffn.router", "ffn.experts")  # of each layer
-COLUMNS = {
-    "ranges": ["range", "span_ms", "busy_ms", "own_ms", "instances", "ops"],
-    "kernels": ["class", "count", "mean_us", "ms", "share_pct", "name"],
-    "api": ["call", "kind", "range", "count", "per_instance", "cpu_ms"],
-    "summary": ["what", "value"],
-}
 
 
 def check_passes(folder):
@@ -74,7 +75,7 @@ def check_ranges(folder):
     expected = {f"layers.*.{part}": layers for part in PARTS} | {"layers.*": layers}
     expected |= dict.fromkeys(("step", "embed", "norm", "lm_head"), 1)
     for row in results.frame.to_dict("records"):
-        path, table = _table(results, row, "ranges")
+        path, table = recorded_table(results, row, "ranges")
         table = table.set_index("range")
         for part, instances in expected.items():
             require(
@@ -88,15 +89,27 @@ def check_ranges(folder):
                 f"{path}: {part} was open {found:g} times a pass, the model has it {instances}",
             )
         step = table.loc["step"]
-        _same(path, "the parts' own_ms", table["own_ms"].sum(), "the step's busy_ms",
-              step["busy_ms"], 0.01)  # fmt: skip
-        _same(path, "the step's busy_ms", step["busy_ms"], "busy_ms in forward.csv",
-              row["busy_ms"], 1e-3)  # fmt: skip
+        require_same(
+            path,
+            "the parts' own_ms",
+            table["own_ms"].sum(),
+            "the step's busy_ms",
+            step["busy_ms"],
+            0.01,
+        )
+        require_same(
+            path,
+            "the step's busy_ms",
+            step["busy_ms"],
+            "busy_ms in forward.csv",
+            row["busy_ms"],
+            1e-3,
+        )
         require(
             (table["busy_ms"] <= table["span_ms"] * 1.01 + 1e-3).all(),
             f"{path}: a range is busy for longer than it lasts",
         )
-        _check_summary(results, row)
+        check_summary(results, row)
 
 
 def check_kernels(folder):
@@ -104,13 +117,31 @@ def check_kernels(folder):
     results = _load(folder)
     seen, gemms = {}, {}
     for row in results.frame.to_dict("records"):
-        path, table = _table(results, row, "kernels")
-        _same(path, "the kernels' ms", table["ms"].sum(), "busy_ms in forward.csv",
-              row["busy_ms"], 0.02)  # fmt: skip
-        _same(path, "the kernels' count", table["count"].sum(), "operations in forward.csv",
-              row["operations"], 0.02)  # fmt: skip
-        _same(path, "count × mean_us", (table["count"] * table["mean_us"]).sum() / 1e3, "the ms",
-              table["ms"].sum(), 0.01)  # fmt: skip
+        path, table = recorded_table(results, row, "kernels")
+        require_same(
+            path,
+            "the kernels' ms",
+            table["ms"].sum(),
+            "busy_ms in forward.csv",
+            row["busy_ms"],
+            0.02,
+        )
+        require_same(
+            path,
+            "the kernels' count",
+            table["count"].sum(),
+            "operations in forward.csv",
+            row["operations"],
+            0.02,
+        )
+        require_same(
+            path,
+            "count × mean_us",
+            (table["count"] * table["mean_us"]).sum() / 1e3,
+            "the ms",
+            table["ms"].sum(),
+            0.01,
+        )
         twin = seen.setdefault(tuple(table["ms"]), path.name)
         require(twin == path.name, f"{path.name} has the very times of {twin}: a copy?")
         gemms[row["workload"]] = table.loc[table["class"] == "gemm", "ms"].sum()
@@ -131,7 +162,7 @@ def check_naive(folder):
     visits = cfg.n_layers * cfg.n_experts
     if not results.on_gpu:  # nothing waits on a CPU; what would is there all the same
         for name, least, most in ((SMALL, 0, 0.1 * visits), (NAIVE, visits, 1.1 * visits)):
-            path, table = _table(results, rows.loc[name], "kernels")
+            path, table = recorded_table(results, rows.loc[name], "kernels")
             found = table.loc[table["name"] == "aten::nonzero", "count"].sum()
             require(
                 least <= found <= most,
@@ -140,11 +171,17 @@ def check_naive(folder):
             )
         return
     for name in (SMALL, NAIVE):
-        path, table = _table(results, rows.loc[name], "api")
+        path, table = recorded_table(results, rows.loc[name], "api")
         inside = table[(table["kind"] == "synchronize") & table["range"].notna()]
         found = inside["count"].sum()
-        _same(path, "its synchronizations", found, "those in forward.csv",
-              rows.loc[name, "synchronizations"], 0.01)  # fmt: skip
+        require_same(
+            path,
+            "its synchronizations",
+            found,
+            "those in forward.csv",
+            rows.loc[name, "synchronizations"],
+            0.01,
+        )
         if name == NAIVE:
             require(
                 found >= 0.9 * visits,
@@ -187,40 +224,4 @@ def _device_of(results: Results, cfg: ModelConfig) -> DeviceSpec:
         unit,
         peak_tflops=compute_ms / first["compute_floor_ms"],
         bandwidth_gbs=memory_ms / first["memory_floor_ms"],
-    )
-
-
-def _table(results: Results, row, which: str):
-    """One table of a recording: there, with its columns, and without a number below zero."""
-    path = results.path.parent / f"{row['workload']}_{which}.csv"
-    require(path.is_file(), f"{path} is not there: {results.command} writes it")
-    try:
-        frame = pd.read_csv(path)
-    except (ValueError, UnicodeDecodeError) as error:
-        raise AssertionError(f"{path} cannot be read as a CSV file: {error}") from None
-    missing = [name for name in COLUMNS[which] if name not in frame]
-    require(not missing, f"{path} lacks the columns {missing}")
-    numbers = frame.select_dtypes("number")
-    bad = [name for name in numbers if (numbers[name] < 0).any()]
-    require(not bad, f"{path}: {bad} have values below zero")
-    return path, frame
-
-
-def _check_summary(results: Results, row: dict):
-    """NAME_summary.csv tells of the same run as the row."""
-    path, table = _table(results, row, "summary")
-    said = table.set_index("what")["value"]
-    for what in ("before_ms", "during_ms"):
-        found = pd.to_numeric(said.get(what), errors="coerce")
-        _same(path, what, found, "forward.csv", row[what], 1e-3)
-    require(
-        said.get("device") == results.device,
-        f"{path} comes from {said.get('device')}, forward.csv from {results.device}",
-    )
-
-
-def _same(path, left: str, found: float, right: str, expected: float, tolerance: float):
-    require(
-        abs(found - expected) <= tolerance * abs(expected),
-        f"{path}: {left} ({found:.5g}) and {right} ({expected:.5g}) do not agree",
     )

@@ -20,6 +20,12 @@ from tests.public.judging import require
 ROOT = Path(__file__).parents[2]
 # The second is where a notebook that was told profile = "cpu" rehearses.
 PLACES = ("results", "results/cpu")
+RECORDED = {  # the columns of a recording's tables
+    "ranges": ["range", "span_ms", "busy_ms", "own_ms", "instances", "ops"],
+    "kernels": ["class", "count", "mean_us", "ms", "share_pct", "name"],
+    "api": ["call", "kind", "range", "count", "per_instance", "cpu_ms"],
+    "summary": ["what", "value"],
+}
 FASTEST_CALL_MS = 1e-4  # no call of PyTorch returns sooner
 # Memory never runs above the datasheet's rate. A core does: boost clocks of graphics cards go
 # several percent beyond the clock that the datasheet's peak was worked out from.
@@ -74,8 +80,10 @@ def folder(file: str = "*.csv") -> Path:
     return next((place for place in places if any(place.glob(file))), places[0])
 
 
-def load(folder, schema: Schema, command: str) -> Results:
+def load(folder, schema: Schema, command: str, fits: float = 0.75) -> Results:
     """The file of a schema: there, with its columns, from one device, nothing failed, not quick.
+
+    At least `fits` of its rows did not run out of memory.
 
     A short measurement counts on a CPU, which is the rehearsal; on a GPU it does not, because
     clocks and counters have not settled by then.
@@ -99,8 +107,9 @@ def load(folder, schema: Schema, command: str) -> Results:
         found = list(frame[name].unique())
         require(len(found) == 1, f"{path} mixes {name} {found[:3]}: measure all of it on one")
     good = frame[frame["status"] == "ok"].reset_index(drop=True)
+    require(len(good), f"{path}: every row ran out of memory; is something else on this device?")
     require(
-        len(good) * 4 >= len(frame) * 3,
+        len(good) >= fits * len(frame),
         f"{path}: {len(frame) - len(good)} of {len(frame)} rows ran out of memory; is something "
         "else on this device?",
     )
@@ -203,4 +212,40 @@ def check_distinct(results: Results, share: float = 1 / 3):
         times.nunique() >= share * len(times),
         f"{results.path.name}: {len(times)} rows have {times.nunique()} different times; "
         "measured ones scatter",
+    )
+
+
+def recorded_table(results: Results, row, which: str):
+    """One table of a recording: there, with its columns, and without a number below zero."""
+    path = results.path.parent / f"{row['workload']}_{which}.csv"
+    require(path.is_file(), f"{path} is not there: {results.command} writes it")
+    try:
+        frame = pd.read_csv(path)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise AssertionError(f"{path} cannot be read as a CSV file: {error}") from None
+    missing = [name for name in RECORDED[which] if name not in frame]
+    require(not missing, f"{path} lacks the columns {missing}")
+    numbers = frame.select_dtypes("number")
+    bad = [name for name in numbers if (numbers[name] < 0).any()]
+    require(not bad, f"{path}: {bad} have values below zero")
+    return path, frame
+
+
+def check_summary(results: Results, row: dict):
+    """NAME_summary.csv tells of the same run as the row."""
+    path, table = recorded_table(results, row, "summary")
+    said = table.set_index("what")["value"]
+    for what in ("before_ms", "during_ms"):
+        found = pd.to_numeric(said.get(what), errors="coerce")
+        require_same(path, what, found, results.path.name, row[what], 1e-3)
+    require(
+        said.get("device") == results.device,
+        f"{path} comes from {said.get('device')}, {results.path.name} from {results.device}",
+    )
+
+
+def require_same(path, left: str, found: float, right: str, expected: float, tolerance: float):
+    require(
+        abs(found - expected) <= tolerance * abs(expected),
+        f"{path}: {left} ({found:.5g}) and {right} ({expected:.5g}) do not agree",
     )

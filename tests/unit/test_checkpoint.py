@@ -107,6 +107,10 @@ def test_missing_unknown_and_misshapen_tensors_are_named(single):
         ({"num_attention_heads": 5}, "n_heads=5"),
         ({"num_experts": 8}, "config.json makes it [8, 32]"),
         ({"num_hidden_layers": 3}, "lacks 21 tensors"),
+        ({"vocab_size": "many"}, "config.json: vocab_size='many'"),
+        ({"vocab_size": None}, "config.json: vocab_size=None"),
+        ({"rope_theta": "far"}, "config.json: rope_theta='far'"),
+        ({"rope_scaling": "linear"}, "RoPE settings 'linear' are not a table"),
     ],
 )
 def test_another_architecture_is_named(single, changes, words):
@@ -124,8 +128,13 @@ def test_a_folder_that_is_no_checkpoint(single, tmp_path):
     assert "not an index of shards" in error_of(single)
     (single / "config.json").write_text("{")
     assert "config.json is not JSON" in error_of(single)
+    (single / "config.json").write_text("[1]")
+    assert "config.json holds a list" in error_of(single)
     (single / "config.json").write_text('{"model_type": "llama"}')
     assert "config.json lacks" in error_of(single)
+    (single / "config.json").unlink()
+    (single / "config.json").mkdir()
+    assert "config.json cannot be read: Is a directory" in error_of(single)
 
 
 def test_saving_overwrites_nothing_and_leaves_nothing_half_done(model, single, tmp_path):

@@ -63,4 +63,6 @@ def test_text_windows_are_windows_of_the_text():
         assert window.tolist() == list(range(window[0], window[0] + 10))
         assert torch.equal(targets, window + 1)
     with pytest.raises(UserError, match="10 tokens; seqlen=10 needs one more"):
-        next(text_micro_batches(range(10), 1, 10))
+        text_micro_batches(range(10), 1, 10)  # at once, not at the first micro batch
+    with pytest.raises(UserError, match="micro_batch_size=0"):
+        text_micro_batches(range(10), 0, 4)

@@ -310,3 +310,15 @@ def test_the_gpu_here_has_a_spec_and_believable_ceilings():
     reached = ceilings.measured(devices.pick(), devices.training_dtype())
     assert 0.3 < reached.copy_gbs / here.bandwidth_gbs <= 1.02, f"{reached} on {here}"
     assert 0.3 < reached.gemm_tflops / here.peak_tflops <= 1.02, f"{reached} on {here}"
+
+
+def test_the_memory_limit_of_a_job_is_found_in_its_own_control_group(tmp_path):
+    (tmp_path / "self").write_text("0::/system.slice/job_7/step_0\n3:cpu,memory:/slurm/job_7\n")
+    root = tmp_path / "cgroup"
+    files = ceilings._memory_limits(tmp_path / "self", root)
+    for name in (
+        "memory.max", "system.slice/job_7/memory.max", "system.slice/job_7/step_0/memory.max",
+        "memory/memory.limit_in_bytes", "memory/slurm/job_7/memory.limit_in_bytes",
+    ):  # fmt: skip
+        assert root / name in files, f"{name} is not among {files}"
+    assert ceilings._memory_limits(tmp_path / "absent", root) == []

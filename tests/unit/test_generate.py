@@ -70,6 +70,9 @@ def test_top_k_of_one_is_greedy(model):
         ([[1] * 60], {"max_new_tokens": 5}, "more than the model's 64 positions"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+        ([[1]], {"temperature": float("inf")}, "temperature=inf"),
+        ([[1]], {"seed": 2**64}, "does not fit into 64 bits"),
         ([[1]], {"top_k": 65}, "top_k=65 must lie in 1…64"),
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from labkit import attention
 from labkit.config import PRESETS, ModelConfig
 from labkit.data import NO_TARGET, MicroBatch, Seqs, random_micro_batch
 from labkit.errors import UserError
@@ -113,7 +114,13 @@ def test_presets_are_what_their_names_say():
         ({"n_heads": 5}, "n_heads=5 does not divide dim=2048"),
         ({"n_kv_heads": 5}, "n_kv_heads=5 does not divide n_heads=16"),
         ({"dim": 48, "n_heads": 16}, "head_dim=3 must be even"),
-        ({"n_layers": 0}, "n_layers=0 must be at least 1"),
+        ({"n_layers": 0}, "n_layers=0 must be a whole number of at least 1"),
+        ({"n_layers": "4"}, "n_layers='4' must be a whole number"),
+        ({"dim": 2048.0}, "dim=2048.0 must be a whole number"),
+        ({"n_experts": -1}, "n_experts=-1 must be a whole number of at least 0"),
+        ({"head_dim": -2}, "head_dim=-2 must be a whole number of at least 0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be a number above 0"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4' must be a number above 0"),
         ({"experts_per_token": 65}, "experts_per_token=65 exceeds n_experts=64"),
         ({"experts_per_token": 0}, "both above 0"),
         ({"ffn_dim": 12}, "ffn_dim=12 is not a multiple of 8"),
@@ -156,3 +163,21 @@ def test_expert_weights_start_like_linear_layers():
     experts = next(m for m in build(MOE).modules() if isinstance(m, Experts))
     assert experts.gate_proj.abs().max() <= 32**-0.5
     assert experts.down_proj.std().item() == pytest.approx(16**-0.5 / 3**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "runs"),
+    [
+        ((9, 0), torch.bfloat16, 128, True),
+        ((8, 0), torch.float16, 256, True),
+        ((8, 0), torch.float32, 128, False),
+        ((7, 0), torch.float16, 128, False),
+        ((9, 0), torch.bfloat16, 36, False),
+        ((9, 0), torch.bfloat16, 264, False),
+    ],
+)
+def test_flash_attention_is_asked_for_what_it_does(monkeypatch, capability, dtype, head_dim, runs):
+    monkeypatch.setattr(attention, "varlen_attn", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = attention._has_varlen.__wrapped__(torch.device("cuda", 0), dtype, head_dim)
+    assert chosen is runs, f"{capability}, {dtype}, heads of {head_dim}: {chosen}"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit import monitor, nvml
+from labkit import monitor, nvml, samplers
 from labkit.errors import UserError
 from labkit.monitor import COLUMNS, CPU_FIELDS, Monitor, Summary
 from labkit.nvml import GPM_METRICS, NVML_FIELDS, Gpu
@@ -351,3 +351,14 @@ def test_a_large_multiply_keeps_the_gpu_here_busy():
     means = watched.summary()
     assert means["kernel_pct"] is None or means["kernel_pct"] > 80, str(means)
     assert means["tensor_active_pct"] is None or means["tensor_active_pct"] > 40, str(means)
+
+
+def test_a_benchmark_on_a_mig_slice_reads_the_clock_of_its_gpu(monkeypatch):
+    fake = FakeNvml(uuids=("MIG-1234",))
+    read_by = []
+    monkeypatch.setattr(fake, "nvmlDeviceGetClockInfo", lambda handle, _: read_by.append(handle))
+    monkeypatch.setattr(samplers, "_open_nvml", lambda: fake)
+    monkeypatch.setattr(samplers, "identify", lambda device: GPU)
+    with samplers.nvml_reader(on_gpu=True) as read:
+        read()
+    assert read_by == ["GPU-parent"]

@@ -60,3 +60,15 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = labkit.nothing
+
+
+def test_a_wheel_holds_every_data_file_but_no_rubric():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "labkit"
+    data = {p for p in package.rglob("*.*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    rubrics = set((package / "course" / "rubrics").rglob("*"))
+    held = {p for pattern in tool["package-data"]["labkit"] for p in package.glob(pattern)}
+    held = {p for p in held if p.is_file()}
+    assert rubrics, "the folder of rubrics has moved: this test guards nothing"
+    assert not held & rubrics, f"a wheel would hold {sorted(held & rubrics)}"
+    assert held == data - rubrics, f"differs by {sorted(held ^ (data - rubrics))}"

@@ -6,9 +6,16 @@ import sys
 
 import pytest
 
+from labkit.config import ModelConfig
 from labkit.devices import DeviceSpec, spec
 from labkit.errors import UserError
-from labkit.perfmodel import gemm_bytes, gemm_flops, roofline_tflops
+from labkit.perfmodel import (
+    flops_breakdown,
+    forward_floor_ms,
+    gemm_bytes,
+    gemm_flops,
+    roofline_tflops,
+)
 
 L40 = spec("L40")
 
@@ -82,3 +89,16 @@ def test_small_numpy_integers_do_not_overflow():
     np = pytest.importorskip("numpy")
     sizes = [np.int32(size) for size in (32768, 2048, 50304)]
     assert gemm_flops(*sizes) == 2 * 32768 * 2048 * 50304
+
+
+def test_a_breakdown_refuses_what_the_other_counts_refuse():
+    cfg = ModelConfig.preset("tiny")
+    for sizes, words in (((0,), "seqlen=0"), ((8, -1), "micro_batch_size=-1")):
+        with pytest.raises(UserError, match=words):
+            flops_breakdown(cfg, *sizes)
+
+
+def test_a_dtype_that_nobody_trains_in_is_named():
+    device = DeviceSpec("own", peak_tflops=10, bandwidth_gbs=1000, memory_gib=8, dtype="tf32")
+    with pytest.raises(UserError, match="own: dtype='tf32'"):
+        forward_floor_ms(ModelConfig.preset("tiny"), 1, 8, device)

@@ -1,5 +1,6 @@
 """Recordings: parts sum to the whole, and kernels go to the ranges that launched them."""
 
+import gzip
 import json
 import sqlite3
 
@@ -7,16 +8,21 @@ import pandas as pd
 import pytest
 import torch
 
+from labkit import ceilings
 from labkit.config import ModelConfig
 from labkit.data import random_micro_batch
+from labkit.doctor import SHIPPED
 from labkit.errors import NotThisMachine, UserError
 from labkit.model import Transformer
-from labkit.profiling import ProfileError, nsys, profile, tables
+from labkit.profiling import ProfileError, command, nsys, profile, tables
 from labkit.profiling.events import Events, make_work
 from labkit.profiling.kernels import kernel_class
+from labkit.profiling.recording import step_ms
 from labkit.profiling.trace import read_trace
-from labkit.profiling.workloads import load_target
+from labkit.profiling.workloads import labkit_step, load_target
+from labkit.provenance import machine_facts
 from labkit.train import make_optimizer, train_step
+from tests.public.simulated_cuda import SimulatedCuda
 
 CFG = ModelConfig.preset("olmoe-tiny", n_layers=2)
 
@@ -237,6 +243,20 @@ def test_an_nsight_export_gives_the_same_tables(export):
     assert tables.gaps(theirs, 2) == pytest.approx(tables.gaps(ours, 2))
 
 
+def test_an_export_may_lie_under_any_name(export, tmp_path):
+    folder = tmp_path / "50% of #1?"
+    folder.mkdir()
+    moved = export.rename(folder / "é 1.sqlite")
+    assert len(nsys.read_sqlite(moved).work) == len(gpu_events().work)
+
+
+def test_a_trace_that_was_cut_short_is_named(tmp_path):
+    path = tmp_path / "cut.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": []}' * 100)[:-20])
+    with pytest.raises(UserError, match="is not a trace"):
+        read_trace(path)
+
+
 def test_exports_that_are_none(export, tmp_path):
     with pytest.raises(UserError, match="is not there"):
         nsys.read_sqlite(tmp_path / "nowhere")
@@ -291,6 +311,47 @@ def test_without_permission_for_counters_it_records_without(tmp_path, monkeypatc
     fake_nsys(tmp_path, monkeypatch, script)
     export, note = nsys.record(["true"], tmp_path / "out" / "report")
     assert export == tmp_path / "out" / "report.sqlite" and "no GPU metrics" in note
+    again, note = nsys.record(["true"], tmp_path / "out" / "report")
+    assert again == export and "no GPU metrics" in note, "the earlier report passed for a success"
+    assert {path.name for path in export.parent.iterdir()} == {"report.nsys-rep", "report.sqlite"}
+
+
+def test_nsys_leaves_its_report_and_nothing_else(tmp_path, monkeypatch):
+    """The export is unreadable here: what was only passed on must be gone all the same."""
+    script = """
+    case "$*" in --version) echo "version 2026.2.1"; exit;; esac
+    for a in "$@"; do
+      case "$a" in --output=*) echo nothing > "${a#--output=}";; *.times.json) echo {} > "$a";; esac
+    done"""
+    fake_nsys(tmp_path, monkeypatch, script)
+    folder = tmp_path / "out"
+    with pytest.raises(UserError, match="not an SQLite export"):
+        command._with_nsys(command.Request("demo"), folder)
+    assert [path.name for path in folder.iterdir()] == ["demo.nsys-rep"]
+
+
+def test_the_facts_of_a_machine_cost_no_measurement(monkeypatch):
+    monkeypatch.setattr(ceilings, "measured", lambda *_: pytest.fail("a name needs no benchmark"))
+    assert machine_facts("cpu")["device"] == ceilings.processor(torch.device("cpu"))
+
+
+def test_a_step_is_timed_on_the_stream_of_its_own_gpu(monkeypatch):
+    cuda, streams = SimulatedCuda(), []
+    second = torch.device("cuda", 1)
+    with cuda.installed():
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+        monkeypatch.setattr(cuda.Event, "record", lambda self, on=None: streams.append(on))
+        monkeypatch.setattr(cuda.Event, "elapsed_time", lambda self, end: 6.0)
+        assert step_ms(lambda: None, 2, second) == 3.0
+    assert streams == [second, second], f"events were recorded on {streams}"
+
+
+def test_a_checkpoint_cut_to_some_layers_knows_how_many_it_has():
+    work = labkit_step("", layers=2, seqlen=8, device="cpu", checkpoint=SHIPPED)
+    assert work.model.cfg.n_layers == len(work.model.layers) == 2
+    for layers in (0, -1):
+        with pytest.raises(UserError, match=f"n_layers={layers}"):
+            labkit_step("", layers=layers, seqlen=8, device="cpu", checkpoint=SHIPPED)
 
 
 # -------------------------------------------------------------------------------- one's own target

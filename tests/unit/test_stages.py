@@ -10,6 +10,7 @@ from torch import nn
 from labkit.config import ModelConfig
 from labkit.data import random_micro_batch
 from labkit.errors import UserError
+from labkit.experiments import stages
 from labkit.model import Transformer
 from labkit.stages import first_tensor, stage_modules
 from labkit.timers import stage_times
@@ -270,3 +271,19 @@ def test_the_experiment_goes_on_and_draws(tmp_path):
     assert (tmp_path / "stages.png").stat().st_size > 10_000
     again = run_experiment("stages", tmp_path, quick=True, device="cpu", progress=False)
     assert len(again) == len(frame)
+
+
+def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_timed_by_the_clock():
+    model, optimizer, batch = setup()
+    cuda = SimulatedCuda()
+    with cuda.installed():
+        times = stage_times(model, optimizer, batch, warmup=0, steps=1, device="cpu")
+    kinds = {entry.kind for entry in cuda.log}
+    assert kinds == {"clock"}, f"the CPU's stages were timed with {kinds}"
+    assert times.step_ms > 0
+
+
+@pytest.mark.parametrize("size", ["layers", "micro_batch_size", "seqlen"])
+def test_the_experiment_takes_no_zero_for_the_usual_size(tmp_path, size):
+    with pytest.raises(UserError, match=f"{size}=0"):
+        stages.run(tmp_path, device="cpu", **{size: 0})

@@ -41,6 +41,8 @@ def test_an_error_of_the_function_comes_through(timer):
     [
         ({"fn": None}, "fn=None"),
         ({"budget_s": 0}, "budget_s=0"),
+        ({"budget_s": float("inf")}, "budget_s=inf"),
+        ({"warmup_s": float("nan")}, "warmup_s=nan"),
         ({"rel_spread": "1%"}, "rel_spread='1%'"),
         ({"min_samples": 0}, "min_samples=0"),
         ({"max_samples": 9}, "max_samples=9"),

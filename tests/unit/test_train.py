@@ -60,9 +60,7 @@ def test_masked_targets_weigh_nothing():
     masked = MicroBatch(batch.tokens, targets, batch.seqs)
     alone = MicroBatch.from_sequences(sequences(8, 8)[:1])
     assert updated(train_step, masked)[1] == pytest.approx(updated(train_step, alone)[1], rel=1e-6)
-    nothing = MicroBatch(
-        batch.tokens, torch.full_like(targets, NO_TARGET), batch.seqs
-    )
+    nothing = MicroBatch(batch.tokens, torch.full_like(targets, NO_TARGET), batch.seqs)
     with_nothing = updated(accumulated_step, [nothing, alone])
     without = updated(accumulated_step, [alone])
     assert with_nothing[1] == pytest.approx(without[1], rel=1e-6)
