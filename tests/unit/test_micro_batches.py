@@ -1,5 +1,7 @@
 """Experiment 4: one update in micro batches of several sizes, and its figure."""
 
+import gc
+
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ def run(tmp_path, **changes):
 
 
 def test_a_row_for_each_size_and_a_figure(tmp_path):
+    gc.collect()
     frame = run(tmp_path, seqlen=128)
     assert list(frame["micro_batch_size"]) == [4, 2, 1] * 2
     assert list(frame["micro_batches"]) == [1, 2, 4] * 2
@@ -39,8 +42,10 @@ def test_a_row_for_each_size_and_a_figure(tmp_path):
     assert (frame["step_ms"] > 0).all() and frame["reserved_gib"].isna().all()
     speed = 1e3 * 4 * 128 / frame["step_ms"]
     assert frame["tokens_per_s"].tolist() == pytest.approx(speed.tolist(), rel=1e-4)
-    whole, _, single = frame["peak_gib"][frame["recompute"] == "no"]
-    assert single < 0.9 * whole, f"{single} GiB in micro batches of 1, {whole} in one of 4"
+    # Differences: tensors of other tests that are alive in this process count in every row.
+    whole, half, single = frame["peak_gib"][frame["recompute"] == "no"]
+    assert single < half < whole, f"peaks of {whole}, {half} and {single} GiB"
+    assert whole - single > 0.008, f"only {whole - single:.4f} GiB less in micro batches of 1"
     assert (tmp_path / "micro_batches.png").read_bytes().startswith(b"\x89PNG")
 
 
