@@ -78,6 +78,7 @@ def _probe(name: str, find: Callable[[], Fact], required: bool = False) -> Fact:
 
 
 def slurm() -> Fact:
+    """Inside a Slurm job or not."""
     if job := os.environ.get("SLURM_JOB_ID"):
         where = os.environ.get("SLURM_JOB_PARTITION", "")
         where = f", partition {where}" if where else ""
@@ -87,6 +88,7 @@ def slurm() -> Fact:
 
 
 def python() -> Fact:
+    """The version of this Python, and where it is."""
     text = f"{platform.python_version()} ({sys.executable})"
     wanted = ".".join(map(str, PYTHON_FROM))
     status = "ok" if sys.version_info >= PYTHON_FROM else "FAIL"
@@ -94,6 +96,7 @@ def python() -> Fact:
 
 
 def pytorch() -> Fact:
+    """Whether torch imports, its version, and what it was built for."""
     wanted = f">={_dotted(TORCH_FROM)},<{_dotted(TORCH_BEFORE)}"
     hint = f"pip install 'torch{wanted}'"
     try:
@@ -110,6 +113,7 @@ def pytorch() -> Fact:
 
 
 def cpu() -> Fact:
+    """The processor, its cores and the memory that this process may have."""
     from labkit import ceilings
 
     processor = f"{ceilings.cpu_model()}, {ceilings.cores()} cores"
@@ -156,6 +160,7 @@ def _without_gpu(cuda: str | None) -> str:
 
 
 def driver() -> Fact:
+    """The NVIDIA driver, and whether NVML answers."""
     import pynvml
 
     try:
@@ -172,6 +177,7 @@ def driver() -> Fact:
 
 
 def gpm() -> Fact:
+    """Whether NVML's performance counters (Hopper and later) can be read."""
     from labkit.monitor import identify
     from labkit.nvml import NvmlSampler
 
@@ -189,6 +195,7 @@ def gpm() -> Fact:
 
 
 def nsight() -> Fact:
+    """Whether Nsight Systems is on the PATH, and its version."""
     hint = "Only the recordings of a whole timeline need it; torch.profiler serves for the rest."
     if not (program := shutil.which("nsys")):
         return Fact("Nsight Systems", "--", "no nsys on the PATH", hint)
@@ -265,6 +272,7 @@ def results_fact(folder) -> Fact:
 
 
 def jupyter() -> Fact:
+    """Whether notebooks can run with this Python."""
     hint = "pip install 'labkit[notebook]'"
     if missing := [
         name for name in ("ipykernel", "jupyterlab", "papermill") if not find_spec(name)

@@ -12,6 +12,7 @@ TABLES = ("ranges", "kernels", "api", "summary")
 
 
 def trace_file(output, name: str) -> Path:
+    """Where the recording itself is kept, as torch.profiler writes it."""
     return Path(output) / f"{name}.trace.json.gz"
 
 

@@ -1,7 +1,6 @@
 """PyTorch's record of every CUDA allocation: write one, and read one that nobody vouches for."""
 
 import io
-import os
 import pickle
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch
 
 from labkit.devices import pick
 from labkit.errors import NotThisMachine, UserError
+from labkit.files import whole_file
 from labkit.memory.timeline import Timeline, replay
 
 MAX_ENTRIES = 1_000_000  # that the allocator keeps; a training step has some ten thousand
@@ -121,6 +121,7 @@ def block_sizes(snapshot: dict, index: int) -> dict[int, int]:
 
 
 def rounded(size: int) -> int:
+    """Bytes that the allocator gives for a request of `size`."""
     return max(ROUND, -(-size // ROUND) * ROUND)
 
 
@@ -135,15 +136,11 @@ def _sizes_before(at_end: dict[int, int], events: list) -> dict[int, int]:
 
 
 def _write(snapshot: dict, path: Path) -> Path:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as file:
+        with whole_file(path) as draft, draft.open("wb") as file:
             pickle.dump(snapshot, file, protocol=4)  # as torch's own, which the page can read
-        os.replace(draft, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None
-    finally:
-        draft.unlink(missing_ok=True)
     return path
 
 

@@ -92,6 +92,7 @@ def memory_categories(rows, devices: dict[str, float] | None = None) -> Figure:
 
 
 def category_color(name: str):
+    """The colour of a category of memory, the same in every figure."""
     return "0.75" if name == "other" else palette()[PARTS.index(name)]
 
 
