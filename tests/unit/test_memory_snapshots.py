@@ -237,4 +237,5 @@ def test_a_cuda_history_ends_whatever_happens(allocator, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="shorter call"):
         record_timeline(lambda: [allocator.alloc(i, 1) for i in range(5)])
     with pytest.raises(UserError, match="cannot be written"):
-        save_snapshot(tmp_path / "no" / "x.pickle", lambda: allocator.alloc(20, 1))
+        save_snapshot(path / "x.pickle", lambda: allocator.alloc(20, 1))
+    assert save_snapshot(tmp_path / "new" / "x.pickle", lambda: allocator.alloc(20, 1)).exists()

@@ -72,10 +72,11 @@ def test_nothing_waits_between_stages():
     assert len(waits) == 1, waits
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_parts_sum_to_the_step_and_delays_are_found_on_a_cpu(recompute):
-    """Against the delays that were really slept: a busy machine sleeps longer than it is told."""
+def measure_slowed_layer(recompute):
+    """→ (what stage_times finds in layer 1, what it should find), each as three times in ms."""
     model, optimizer, batch = setup(recompute)
+    stage_times(model, optimizer, batch, warmup=0, steps=1)
+    own = stage_times(model, optimizer, batch, warmup=0, steps=3).stages["layers.1"]
     slept = {"forward": [], "backward": []}
 
     def sleeper(kind, seconds):
@@ -91,10 +92,20 @@ def test_parts_sum_to_the_step_and_delays_are_found_on_a_cpu(recompute):
     found = stage_times(model, optimizer, batch, warmup=0, steps=1)
     wall_ms = 1e3 * (time.perf_counter() - started)
     assert 0.75 * wall_ms < found.step_ms <= wall_ms, (found.step_ms, wall_ms)
-    forward, backward, again = found.stages["layers.1"]
-    assert forward >= slept["forward"][0] and backward >= slept["backward"][0]
-    assert (again >= slept["forward"][1]) if recompute else again == 0
-    assert (again > 0) == recompute, found.stages
+    delays = (slept["forward"][0], slept["backward"][0], sum(slept["forward"][1:]))
+    return found.stages["layers.1"], tuple(a + b for a, b in zip(own, delays, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parts_sum_to_the_step_and_delays_are_found_on_a_cpu(recompute):
+    """Within 5 % of what was really slept. A busy machine may spoil a try, so there are five."""
+    tries = []
+    for _ in range(5):
+        found, expected = measure_slowed_layer(recompute)
+        tries.append((found, expected))
+        if all(abs(a - b) <= 0.05 * b for a, b in zip(found, expected, strict=True)):
+            return
+    pytest.fail(f"found and expected, in ms: {tries}")
 
 
 def test_hooks_are_gone_afterwards_also_after_an_error():
