@@ -6,6 +6,7 @@ takes no second copy in host memory. Two architectures are known: OLMoE and Llam
 
 import json
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -231,8 +232,7 @@ def save_hf(model: Transformer, path: str | Path, max_shard_bytes: int = 4 * 2**
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder; choose another, or remove it")
     config = _hf_config(model.cfg, next(model.parameters()).dtype)
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
     try:
         _write_shards(hf_tensors(model), partial, max_shard_bytes)
