@@ -9,7 +9,6 @@ import gc
 import json
 import statistics
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from labkit.config import ModelConfig
 from labkit.data import random_micro_batch
 from labkit.model import Transformer
 from labkit.provenance import machine_facts
+from labkit.timers import cuda_time
 from labkit.train import make_optimizer, train_step
 
 
@@ -34,26 +34,13 @@ def reference_step(model, optimizer, batch, micro_batch_size):
     return loss.detach()
 
 
-def time_steps(step, warmup=5, repeat=15) -> list[float]:
-    """Milliseconds of each step by CUDA events, with nothing waiting in between."""
-    for _ in range(warmup):
-        step()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
-
-
 def measure(build, rounds: int) -> dict:
     """Build, run, take the figures, and free everything before the other implementation runs."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step = build()
     first_loss = step().item()
-    times = [ms for _ in range(rounds) for ms in time_steps(step)]
+    times = [ms for _ in range(rounds) for ms in cuda_time(step, warmup=5, repeat=15)]
     return {
         "median_ms": statistics.median(times),
         "min_ms": min(times),

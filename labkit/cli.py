@@ -165,13 +165,10 @@ def profile(
     from labkit.profiling.command import Request, run
     from labkit.profiling.render import render
 
-    given = dict(locals())
     request = Request(
-        preset=given["model"],
-        checkpoint=str(checkpoint) if checkpoint else None,
-        output=str(output),
-        **{key: given[key] for key in Request.__dataclass_fields__ if key in given
-           and key not in ("checkpoint", "output")},
+        name, model, mode, layers, micro_batch_size, seqlen, moe_impl, recompute, target,
+        checkpoint=str(checkpoint) if checkpoint else None, device=device, steps=steps,
+        warmup=warmup, backend=backend, memory_snapshot=memory_snapshot, output=str(output),
     )  # fmt: skip
     recording, files, notes = run(request)
     console = Console()

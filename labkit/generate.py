@@ -24,25 +24,22 @@ class KVCache:
         self.kv = like.new_zeros(shape)
         self.lengths = torch.zeros(n_sequences, dtype=torch.int64, device=like.device)
 
-    def positions(self, seqs: Seqs) -> Tensor:
-        """`[T]`: positions of new tokens, counted on from what is cached."""
-        return seqs.positions + self._sequence_of_token(seqs)[1]
-
-    def _sequence_of_token(self, seqs: Seqs) -> tuple[Tensor, Tensor]:
+    def begin(self, seqs: Seqs) -> Tensor:
+        """Start a pass → `[T]`, the positions of its tokens, counted on from what is cached."""
         lengths = seqs.cu_seqlens.diff()
         numbers = torch.arange(len(lengths), device=lengths.device)
         numbers_T = numbers.repeat_interleave(lengths, output_size=seqs.n_tokens)
-        return numbers_T, self.lengths[numbers_T]
+        # Where the pass's keys and values go, which is the same in all layers.
+        self._places = numbers_T, self.lengths[numbers_T] + seqs.positions
+        return self._places[1]
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, *, layer: int, seqs: Seqs):
         """Keep the new keys and values, and attend to all that is kept → `[T, H, d]`.
 
         Either everything is new (a prefill), or each sequence brings one token (a decode).
         """
-        numbers_T, before_T = self._sequence_of_token(seqs)
         keys, values = self.kv[layer]
-        places = (numbers_T, before_T + seqs.positions)
-        keys[places], values[places] = k_TGd, v_TGd
+        keys[self._places], values[self._places] = k_TGd, v_TGd
         if seqs.max_seqlen > 1:
             return causal_attention(q_THd, k_TGd, v_TGd, seqs)
         share = q_THd.shape[1] // k_TGd.shape[1]

@@ -251,7 +251,7 @@ class Transformer(nn.Module):
         """What the head sees, `[T, D]`; `cache` (see `generate.KVCache`) holds earlier tokens."""
         self._check(tokens_T, seqs)
         x_TD = self.embed(tokens_T)
-        positions = seqs.positions if cache is None else cache.positions(seqs)
+        positions = seqs.positions if cache is None else cache.begin(seqs)
         rope = rope_angles(self.cfg, positions, x_TD.dtype)
         for number, layer in enumerate(self.layers):
             attend = partial(causal_attention, seqs=seqs)

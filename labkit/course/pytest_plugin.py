@@ -63,10 +63,12 @@ class Reporter:
 
 
 def marker(item):
+    """The exercise that a test belongs to, or None."""
     return item.get_closest_marker("exercise")
 
 
 def described(item) -> dict:
+    """What a score says of a test before it has run."""
     found = marker(item)
     what = (item.obj.__doc__ or item.name).strip().splitlines()[0]
     return {
@@ -103,6 +105,7 @@ def in_words(excinfo, root: Path) -> str:
 
 
 def pytest_configure(config):
+    """Take the key and the descriptor from stdin, where no test can read them again."""
     hello = json.loads(sys.stdin.readline())
     reporter = Reporter(hello["descriptor"], bytes.fromhex(hello["key"]), config.rootpath)
     config.pluginmanager.register(reporter)

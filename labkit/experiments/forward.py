@@ -20,7 +20,7 @@ from labkit.experiments.progress import steps
 from labkit.experiments.table import FORWARD, Table, save
 from labkit.perfmodel import forward_floor_ms, param_count
 from labkit.plots.style import nothing
-from labkit.profiling import Recording, profile
+from labkit.profiling.recording import Recording, profile, trace_file
 from labkit.profiling.workloads import build_model
 
 ROOM_GIB = 6.0  # of a GPU, for what is not weights: logits and the rows of one layer
@@ -126,7 +126,7 @@ def _measure(machine: Machine, model, one: Pass, output, quick: bool) -> dict:
     batch = random_micro_batch(model.cfg, one.micro_batch_size, one.seqlen, machine.device)
     fn = torch.no_grad()(partial(model, batch.tokens, batch.seqs))
     times = 2 if quick else 4
-    trace = recordings.trace_file(output, one.name)
+    trace = trace_file(output, one.name)
     recording = profile(fn, steps=times, warmup=3, model=model, device=machine.device, trace=trace)
     recording.save(output, one.name)
     return {"steps": times} | summary(recording, floors)

@@ -5,15 +5,10 @@ from pathlib import Path
 import pandas as pd
 
 from labkit.errors import UserError
-from labkit.profiling import Recording
+from labkit.profiling.recording import Recording, trace_file
 from labkit.profiling.trace import read_trace
 
 TABLES = ("ranges", "kernels", "api", "summary")
-
-
-def trace_file(output, name: str) -> Path:
-    """Where the recording itself is kept, as torch.profiler writes it."""
-    return Path(output) / f"{name}.trace.json.gz"
 
 
 def files(output, name: str) -> list[Path]:

@@ -74,7 +74,7 @@ def _measure(machine: Machine, cfg, batch, recompute: bool, quick: bool, found: 
         torch.cuda.reset_peak_memory_stats(machine.device)
     with Monitor(machine.device) as monitor:
         machine.steadily(step, seconds, 1)
-    counters = {name: monitor.summary().get(name) for name in COUNTERS}
+    seen = monitor.summary()
     peak = torch.cuda.max_memory_allocated(machine.device) / 2**30 if machine.on_gpu else None
     tokens, longest = batch.seqs.n_tokens, batch.seqs.max_seqlen
     return {
@@ -85,5 +85,5 @@ def _measure(machine: Machine, cfg, batch, recompute: bool, quick: bool, found: 
         "mfu_pct": 100 * mfu(cfg, tokens, longest, times.step_ms, machine.spec),
         "peak_gib": peak,
         "state_gib": state_bytes(cfg, machine.dtype.itemsize) / 2**30,
-        **counters,
+        **{name: seen[name] for name in COUNTERS},
     }

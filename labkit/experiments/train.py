@@ -17,7 +17,7 @@ from labkit.experiments.progress import steps
 from labkit.experiments.table import TRAIN, Table, save
 from labkit.memory import save_snapshot
 from labkit.plots.style import nothing
-from labkit.profiling import Recording, profile
+from labkit.profiling.recording import Recording, profile, trace_file
 from labkit.profiling.workloads import labkit_step
 
 
@@ -101,7 +101,7 @@ def _measure(machine: Machine, one: Step, sizes: dict, output, quick: bool) -> d
     times = 1 if one.moe_impl == "naive" else 2 if quick or not machine.on_gpu else 4
     recording = profile(
         work.fn, steps=times, warmup=2, model=work.model, device=machine.device,
-        trace=recordings.trace_file(output, one.name),
+        trace=trace_file(output, one.name),
     )  # fmt: skip
     recording.save(output, one.name)
     if machine.on_gpu and one.snapshot:

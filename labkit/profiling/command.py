@@ -10,10 +10,17 @@ import torch
 from labkit.devices import pick
 from labkit.errors import NotThisMachine, UserError
 from labkit.files import writable_folder
-from labkit.hooks import annotate, span
 from labkit.memory.snapshots import save_snapshot
 from labkit.profiling import nsys
-from labkit.profiling.recording import ProfileError, Recording, profile, step_ms
+from labkit.profiling.recording import (
+    ProfileError,
+    Recording,
+    annotated,
+    in_range,
+    profile,
+    step_ms,
+    trace_file,
+)
 from labkit.profiling.workloads import Workload, labkit_step, load_target
 from labkit.provenance import machine_facts
 
@@ -53,8 +60,8 @@ class Request:
 def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
     """Record → (the recording, the files written, notes for the user).
 
-    Writes NAME_ranges.csv, NAME_kernels.csv, NAME_api.csv, NAME_summary.csv, figures and the
-    recording itself (NAME.trace.json.gz or NAME.nsys-rep) into the output folder, and with
+    Writes NAME_ranges.csv, NAME_kernels.csv, NAME_api.csv, NAME_summary.csv and the recording
+    itself (NAME.trace.json.gz or NAME.nsys-rep) into the output folder, and with
     memory_snapshot NAME.pickle, every allocation of one more step. If the workload raises, what was
     recorded until then is written first.
     """
@@ -65,7 +72,7 @@ def run(request: Request) -> tuple[Recording, list[Path], list[str]]:
     if _backend(request, device) == "nsys":
         return _with_nsys(request, folder)
     work = request.workload()
-    trace = folder / f"{request.name}.trace.json.gz"
+    trace = trace_file(folder, request.name)
     try:
         recording = profile(work.fn, steps=request.steps, warmup=request.warmup, model=work.model,
                             device=device, trace=trace)  # fmt: skip
@@ -120,19 +127,12 @@ def child(request: Request, times: Path) -> None:
     work, device = request.workload(), pick(request.device)
     for _ in range(request.warmup):
         work.fn()
-    told = {"before_ms": step_ms(work.fn, request.steps, device), "skipped": []}
-
-    def step():
-        with span("step"):
-            work.fn()
-
-    annotation = annotate(work.model) if work.model is not None else None
-    torch.cuda.profiler.start()
-    told["during_ms"] = step_ms(step, request.steps, device)
-    torch.cuda.profiler.stop()
-    if annotation:
-        told["skipped"] = annotation.skipped
-        annotation.remove()
+    told = {"before_ms": step_ms(work.fn, request.steps, device)}
+    with annotated(work.model) as skipped:
+        torch.cuda.profiler.start()
+        told["during_ms"] = step_ms(in_range(work.fn), request.steps, device)
+        torch.cuda.profiler.stop()
+    told["skipped"] = skipped
     if request.memory_snapshot:
         save_snapshot(Path(request.output) / f"{request.name}.pickle", work.fn, device)
     times.write_text(json.dumps(told))

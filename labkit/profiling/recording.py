@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,9 @@ from labkit.profiling import tables
 from labkit.profiling.events import Events
 from labkit.profiling.trace import read_trace
 from labkit.provenance import machine_facts
+
+# Kineto tells stderr of every start and stop, which a notebook shows in red.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class ProfileError(UserError):
@@ -78,6 +81,11 @@ class Recording:
         return paths
 
 
+def trace_file(folder: str | Path, name: str) -> Path:
+    """Where a recording of this name is kept, as torch.profiler writes it."""
+    return Path(folder) / f"{name}.trace.json.gz"
+
+
 def profile(
     fn: Callable[[], object],
     *,
@@ -119,10 +127,6 @@ def profile(
     return recording
 
 
-# Kineto tells stderr of every start and stop, which a notebook shows in red.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
 def _record(fn, steps: int, device: torch.device, model, path: Path):
     """→ (ms a step while recording, skipped modules, fn's exception or None)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -132,19 +136,31 @@ def _record(fn, steps: int, device: torch.device, model, path: Path):
             torch.cuda.synchronize()
     failure, during_ms = None, float("nan")
     profiler = torch.profiler.profile(activities=activities)
-    with nullcontext() if model is None else annotate(model) as annotation:
+    with annotated(model) as skipped:
         profiler.start()
         try:
-            during_ms = step_ms(_in_range(fn), steps, device)
+            during_ms = step_ms(in_range(fn), steps, device)
         except Exception as error:
             failure = error
         finally:
             profiler.stop()
     profiler.export_chrome_trace(str(path))
-    return during_ms, tuple(annotation.skipped) if annotation else (), failure
+    return during_ms, tuple(skipped), failure
 
 
-def _in_range(fn):
+@contextmanager
+def annotated(model: torch.nn.Module | None):
+    """Ranges for a model's submodules inside the block, if there is one → those without a range."""
+    if model is None:
+        yield []
+        return
+    with annotate(model) as annotation:
+        yield annotation.skipped
+
+
+def in_range(fn: Callable[[], object]) -> Callable[[], None]:
+    """A call of `fn` in the range that the tables know as "step"."""
+
     def step():
         with span("step"):
             fn()
