@@ -54,7 +54,7 @@ def benchmark(
         while stopped_by is None:
             most = min(max_samples - len(sampler.samples), max(1, int(budget_s / 8 / call_s)))
             sampler.batch(most, deadline)
-            spread = _median_spread(sampler.samples)
+            spread = median_spread(sampler.samples)
             if len(sampler.samples) >= min_samples and spread is not None and spread <= rel_spread:
                 stopped_by = "spread"
             elif len(sampler.samples) >= max_samples:
@@ -147,7 +147,7 @@ def _summary(sampler, spread, stopped_by, device) -> Benchmark:
     )
 
 
-def _median_spread(samples) -> float | None:
+def median_spread(samples) -> float | None:
     """Half-width of the median's 95 % confidence interval, over the median.
 
     The interval lies between two order statistics (the binomial's normal approximation), so it

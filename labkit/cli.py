@@ -4,6 +4,9 @@ import ast
 import io
 import os
 import sys
+from collections.abc import Callable, Sized
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -29,6 +32,20 @@ Checkpoint = Annotated[
     Path | None,
     typer.Option(help="A model directory: OLMoE-1B-7B-0924, say.", show_default="the shipped one"),
 ]
+
+
+def _whole(option: typer.CallbackParam, texts: list[str] | None) -> tuple[int, ...] | None:
+    """["1,2", "4"] → (1, 2, 4)."""
+    parts = [part.strip() for text in texts or [] for part in text.split(",")]
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        name = option.opts[0]
+        raise UserError(f"{name}: {wrong[0]!r} is no whole number; write {name} 1,2,4")
+    return tuple(map(int, parts)) or None
+
+
+def _numbers(what: str):
+    """An option for whole numbers: `--layers 1,2`, or `--layers 1 --layers 2`."""
+    return Annotated[list[str] | None, typer.Option(metavar="N,…", help=what, callback=_whole)]
 
 
 @app.command()
@@ -131,13 +148,50 @@ def experiment(
     """Measure something, and write a table and figures of it. A second call goes on."""
     from labkit.experiments import run_experiment
 
-    try:
-        rows = run_experiment(name, quick=quick, device=device, output=output)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on from here")
-        raise typer.Exit(130) from None
-    said = f"{len(rows)} rows; tables and figures are in {output}/"
-    Console().print(said, markup=False, highlight=False, soft_wrap=True)
+    _measure(partial(run_experiment, name, output, quick, device), output)
+
+
+@app.command()
+def sweep(
+    model: Annotated[str | None, typer.Option(help="A preset of ModelConfig.")] = None,
+    layers: _numbers("Layers of the model.") = None,
+    micro_batch_size: _numbers("Sequences in a micro batch.") = None,
+    seqlen: _numbers("Tokens in a sequence.") = None,
+    recompute: Annotated[
+        bool | None, typer.Option(help="Recompute activations, or keep them.", show_default="both")
+    ] = None,
+    micro_batches: _numbers("Micro batches that a step accumulates.") = None,
+    repeats: Annotated[int | None, typer.Option(help="How often to measure each.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Leave out larger micro batches.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Another seed, another order.")] = None,
+    truth: Annotated[bool, typer.Option(help="The grid that a predictor is judged by.")] = False,
+    quick: Annotated[bool, typer.Option(help="Less time for each step.")] = False,
+    device: Device = "auto",
+    output: Output = Path("results"),
+):
+    """Measure training steps over a grid: time, its kinds, and memory. A second call goes on.
+
+    N is one number, or several: 1,2,4. What is not given is as in `labkit experiment sweep`.
+    """
+    from labkit.experiments.machine import Machine
+    from labkit.experiments.sweep import default_grid, in_words, run, truth_grid
+
+    options = {
+        "model": model, "layers": layers, "micro_batch_sizes": micro_batch_size,
+        "seqlens": seqlen, "micro_batches": micro_batches, "repeats": repeats,
+        "recompute": {True: ("yes",), False: ("no",)}.get(recompute),
+        "max_tokens": max_tokens, "seed": seed,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    if truth and given:
+        raise UserError(f"--truth has a grid of its own; leave {', '.join(given)} out")
+    machine = Machine.here(device)
+    grid = truth_grid(machine) if truth else replace(default_grid(machine, quick), **given)
+
+    def show(done: int, total: int, row: dict) -> None:
+        typer.echo(f"{done}/{total}  {in_words(row)}")
+
+    _measure(partial(run, output, quick, device, grid=grid, on_row=show), output)
 
 
 @app.command()
@@ -199,6 +253,17 @@ def main():
     except BrokenPipeError:  # `labkit … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+def _measure(run: Callable[[], Sized], output: Path) -> None:
+    """Measure to the end or to Ctrl-C, and say what there is."""
+    try:
+        rows = run()
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    said = f"{len(rows)} rows; tables and figures are in {output}/"
+    Console().print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _assignment(text: str) -> tuple[str, object]:

@@ -21,13 +21,15 @@ def activation_bytes(
     recompute: bool = False,
     bytes_per_element: int = 2,
     on_gpu: bool | None = None,
+    shares_kv_heads: bool | None = None,
 ) -> dict[str, int]:
     """Bytes that a forward pass with its loss leaves for the backward pass, by name of the tensor.
 
     A layer's tensors are summed over the layers. `recompute` keeps only what a layer puts out.
-    `bytes_per_element` is 2 for bfloat16, 4 for float32. `on_gpu`: RMSNorm is one kernel, and
-    FlashAttention shares key-value heads by itself; None says so for bfloat16, in which labkit
-    trains on a GPU only. Router probabilities, statistics and the loss are float32 everywhere.
+    `bytes_per_element` is 2 for bfloat16, 4 for float32. `on_gpu`: RMSNorm is one kernel; None
+    says so for bfloat16, in which labkit trains on a GPU only. `shares_kv_heads`: attention needs
+    no copy of keys and values for each query head, as FlashAttention from torch 2.12 on; None: as
+    `on_gpu`. Router probabilities, statistics and the loss are float32 everywhere.
     Logits that the caller still has a name for are its own, and not in it.
     """
     tokens = _tokens(micro_batch_size, seqlen)
@@ -41,17 +43,19 @@ def activation_bytes(
     }
     layer = {"out": tokens * cfg.dim * b}
     if not recompute:
-        layer = layer_bytes(cfg, tokens, b, on_gpu)
+        layer = layer_bytes(cfg, tokens, b, on_gpu, shares_kv_heads)
     return kept | {f"layers.*.{name}": cfg.n_layers * size for name, size in layer.items()}
 
 
-def layer_bytes(cfg: ModelConfig, tokens: int, b: int, on_gpu: bool) -> dict[str, int]:
+def layer_bytes(
+    cfg: ModelConfig, tokens: int, b: int, on_gpu: bool, shares_kv_heads: bool | None = None
+) -> dict[str, int]:
     """Bytes that one layer's forward keeps beside its input, which the layer before put out."""
     ffn = _experts(cfg, tokens, b) if cfg.is_moe else _feed_forward(cfg, tokens, b)
     return {
         **_norm("attn_norm", tokens, cfg.dim, b, on_gpu),
         "attn_norm.out": tokens * cfg.dim * b,
-        **_attention(cfg, tokens, b, on_gpu),
+        **_attention(cfg, tokens, b, on_gpu, shares_kv_heads),
         "residual": tokens * cfg.dim * b,
         **_norm("ffn_norm", tokens, cfg.dim, b, on_gpu),
         "ffn_norm.out": tokens * cfg.dim * b,
@@ -105,13 +109,15 @@ def _norm(name: str, tokens: int, dim: int, b: int, on_gpu: bool) -> dict[str, i
     return {f"{name}.rstd": tokens * F32} | pieces
 
 
-def _attention(cfg: ModelConfig, tokens: int, b: int, on_gpu: bool) -> dict[str, int]:
+def _attention(cfg: ModelConfig, tokens: int, b: int, on_gpu: bool, shares) -> dict[str, int]:
     q_dim, kv_dim = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     kept = {}
     if cfg.qk_norm:
         kept |= {"q_proj": tokens * q_dim * b, **_norm("q_norm", tokens, q_dim, b, on_gpu)}
         kept |= {"k_proj": tokens * kv_dim * b, **_norm("k_norm", tokens, kv_dim, b, on_gpu)}
-    given = kv_dim if on_gpu else q_dim  # of keys and values, as attention gets them
+    given = (
+        kv_dim if (on_gpu if shares is None else shares) else q_dim
+    )  # of keys and values, as attention gets them
     return kept | {
         "q": tokens * q_dim * b,
         "k": tokens * given * b,

@@ -166,6 +166,62 @@ def optimizer_floor_ms(cfg: ModelConfig, device: Device = None) -> float:
     ### END SOLUTION
 
 
+def predict_step_ms(
+    cfg: ModelConfig,
+    micro_batch_size: int,
+    seqlen: int,
+    recompute: bool = False,
+    device: Device = None,
+    *,
+    micro_batches: int = 1,
+) -> float:
+    """The time of a training step in ms, as `labkit experiment sweep` measures it.
+
+    The global batch is `micro_batches` micro batches of `micro_batch_size` sequences of `seqlen`
+    tokens; `recompute` runs each layer's forward again in the backward. Plain arithmetic: no torch,
+    no GPU, no file. A plain float will do; a `predictor.Prediction` says what it is made of.
+    Raises UserError for a size below 1, and for a step that does not fit into the device's memory.
+    """
+    micro_batch_size, seqlen, micro_batches = _sizes(
+        micro_batch_size=micro_batch_size, seqlen=seqlen, micro_batches=micro_batches
+    )
+    device = resolve(device)
+    ### BEGIN SOLUTION
+    from labkit.predictor.predict import step_ms
+
+    return step_ms(
+        cfg, micro_batch_size, seqlen, bool(recompute), device, micro_batches=micro_batches
+    )
+    ### END SOLUTION
+
+
+def predict_peak_gib(
+    cfg: ModelConfig,
+    micro_batch_size: int,
+    seqlen: int,
+    recompute: bool = False,
+    device: Device = None,
+    *,
+    micro_batches: int = 1,
+) -> float:
+    """The most memory that tensors have at one time in a training step, in GiB.
+
+    As `torch.cuda.max_memory_allocated` counts it over a step that is not the first. Arguments as
+    in `predict_step_ms`; the device decides the dtype. Raises UserError for a size below 1.
+    """
+    micro_batch_size, seqlen, micro_batches = _sizes(
+        micro_batch_size=micro_batch_size, seqlen=seqlen, micro_batches=micro_batches
+    )
+    device = resolve(device)
+    ### BEGIN SOLUTION
+    from labkit.predictor.predict import peak_gib
+
+    return peak_gib(
+        cfg, micro_batch_size, seqlen, bool(recompute), device, micro_batches=micro_batches
+    )
+    ### END SOLUTION
+
+
 def bytes_per_element(device: DeviceSpec) -> int:
     """Bytes of a number in the dtype that the device trains in. UserError: nobody trains in it."""
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -12,11 +12,13 @@ EXPERIMENTS = {
     "gemm": "Every matrix multiply of the model under the roofline, and one held for seconds",
     "ops": "Copy, add, silu(x)·y and RMSNorm: bandwidth over size, with cold and warm caches",
     "regimes": "Bound by compute, by memory or by overhead: what the counters say of each",
+    "kernels": "A step's other kernels: grouped multiply, attention, rotary angles, softmax, AdamW",
     "forward": "Three forward passes through the profiler: a small, a large and a naive one",
     "routing": "How many tokens of a real text each expert gets, and what imbalance would cost",
     "train": "Three training steps through the profiler: kept, recomputed and naive",
     "stages": "One training step: forward, backward and recompute of every stage",
     "micro_batches": "One global batch in micro batches of several sizes: time and memory",
+    "sweep": "Training steps over a grid of layers, micro batches, sequence lengths and recompute",
 }
 
 

@@ -16,8 +16,9 @@ from labkit.files import whole_file
 
 IDENTITY = ("device", "dtype", "schema")  # what the rows of one file have in common
 FACTS = ("date", *IDENTITY, "torch", "driver")
-TEXT = {"shape", "op", "cache", "workload", "model", "weights", "moe_impl", "recompute", "stage",
-        "regime", "regime_by", "host_bound", "throttle", "quick", "status", *FACTS}  # fmt: skip
+TEXT = {"shape", "op", "cache", "kernel", "workload", "model", "weights", "moe_impl", "recompute",
+        "stage", "regime", "regime_by", "host_bound", "throttle", "quick", "status",
+        *FACTS}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ REGIMES = Schema(
     "regimes", ("workload",),
     ("calls", "ms", "tflops", "gbs", "intensity_flop_per_byte", *COUNTERS, "regime", "regime_by"),
 )  # fmt: skip
+KERNELS = Schema(
+    "kernels", ("kernel", "size"),
+    ("model", "flops", "moved_bytes", "kernels", "tflops", "gbs", *_TIMED),
+)  # fmt: skip
 FORWARD = Schema(
     "forward", ("workload",),
     ("model", "weights", "layers", "micro_batch_size", "seqlen", "moe_impl", "steps", "before_ms",
@@ -86,6 +91,13 @@ STEPS = Schema(
     "stages_steps", _STEP,
     ("step_ms", "optimizer_ms", "optimizer_floor_ms", "tokens_per_s", "mfu_pct", "peak_gib",
      "state_gib", *COUNTERS),
+)  # fmt: skip
+
+SWEEP = Schema(
+    "sweep", (*_STEP, "micro_batches", "repeat"),
+    ("position", "tokens", "step_ms", "p10_ms", "p90_ms", "spread", "steps", "host_ms",
+     "forward_ms", "backward_ms", "recompute_ms", "optimizer_ms", "head_forward_ms",
+     "head_backward_ms", "tokens_per_s", "mfu_pct", "peak_gib", "reserved_gib", *COUNTERS),
 )  # fmt: skip
 
 

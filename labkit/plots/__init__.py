@@ -3,16 +3,17 @@
 from labkit.plots.memory import memory_categories, memory_timeline
 from labkit.plots.micro_batches import micro_batches
 from labkit.plots.model import shares
-from labkit.plots.operations import bandwidth, call_times, counters, sustained
+from labkit.plots.operations import bandwidth, call_times, counters, kernels, sustained
 from labkit.plots.profile import kernel_classes, step_bar
 from labkit.plots.roofline import roofline
 from labkit.plots.routing import routing
 from labkit.plots.stages import stages
 from labkit.plots.style import LEGEND, new_figure, palette
+from labkit.plots.sweep import drift, sweep
 from labkit.plots.timeline import timeline
 
 __all__ = [
-    "LEGEND", "bandwidth", "call_times", "counters", "kernel_classes", "memory_categories",
-    "memory_timeline", "micro_batches", "new_figure", "palette",
-    "roofline", "routing", "shares", "stages", "step_bar", "sustained", "timeline",
+    "LEGEND", "bandwidth", "call_times", "counters", "drift", "kernel_classes", "kernels",
+    "memory_categories", "memory_timeline", "micro_batches", "new_figure", "palette", "roofline",
+    "routing", "shares", "stages", "step_bar", "sustained", "sweep", "timeline",
 ]  # fmt: skip

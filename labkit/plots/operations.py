@@ -134,3 +134,30 @@ def call_times(frame) -> Figure:
     ax.set(yscale="log", xlabel="call", ylabel="time of the call (ms)")
     ax.legend(**LEGEND)
     return figure
+
+
+def kernels(frame) -> Figure:
+    """Bars of the rate of each kernel at its sizes: TFLOP/s of multiplies, GB/s of the others.
+
+    Raises UserError for a missing column.
+    """
+    rows = plottable(frame, "ms")
+    if rows.empty:
+        return nothing(frame)
+    figure, axes = new_figure(1, 2, size=(10, 3.8))
+    for ax, column, unit in zip(axes, ("tflops", "gbs"), ("TFLOP/s", "GB/s"), strict=True):
+        computes = rows["flops"] > 0
+        mine = rows[computes if column == "tflops" else ~computes & (rows["moved_bytes"] > 0)]
+        names = list(dict.fromkeys(mine["kernel"]))
+        for y, name in enumerate(names):
+            sizes = mine[mine["kernel"] == name].sort_values("size")
+            for i, (size, rate) in enumerate(zip(sizes["size"], sizes[column], strict=True)):
+                ax.barh(y + 0.27 * (i - (len(sizes) - 1) / 2), rate, 0.25, color=palette()[i])
+                ax.annotate(f" {size:,.0f}", (rate, y + 0.27 * (i - (len(sizes) - 1) / 2)),
+                            fontsize=7, va="center")  # fmt: skip
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_xlabel(f"reached ({unit}); the numbers are tokens, or rows of AdamW's weight")
+        ax.xaxis.label.set_size(8)
+        ax.margins(x=0.15)
+    return figure

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from labkit.benchmark import _median_spread
+from labkit.benchmark import median_spread
 from labkit.errors import NotThisMachine, UserError
 from labkit.timers import benchmark, cuda_time
 from tests.public.simulated_cuda import SimulatedCuda
@@ -149,7 +149,7 @@ def test_the_medians_interval_covers_it_95_times_of_100():
         covered += samples[low] <= true <= samples[n - 1 - low]
         width = (samples[n - 1 - low] - samples[low]) / 2
         median = (samples[n // 2 - 1] + samples[n // 2]) / 2
-        assert abs(_median_spread(samples) - width / median) < 1e-9
+        assert abs(median_spread(samples) - width / median) < 1e-9
     assert 0.93 < covered / trials < 0.99, f"covered in {covered / trials:.1%} of {trials} trials"
 
 

@@ -1,0 +1,55 @@
+"""Constants of devices: those that ship, a user's own, and those that a spec implies."""
+
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+
+from labkit import ceilings
+from labkit.devices import DeviceSpec
+from labkit.errors import UserError
+from labkit.predictor.constants import Constants
+
+# Fitted by `labkit calibrate` to the sweeps in labkit/assets/truth.
+SHIPPED = {
+    "H200 SXM": Constants(
+        gemm_tflops=920, grouped_tflops=708.6, attention_tflops=340.9, attention_backward_tflops=262.8,
+        stream_gbs=3957, strided_gbs=1697, gather_gbs=3078, loss_gbs=3373,
+        optimizer_gbs=2698, kernel_us=3.352, power_loss=0.04805, launch_us=14.52,
+        relaunch_us=40.77,
+        source="calibrated on a sweep of three H200",
+    ),
+}  # fmt: skip
+
+
+def constants_of(device: DeviceSpec) -> Constants:
+    """The constants of a device: a user's, else those that ship, else what its spec implies.
+
+    UserError: a CPU that nobody has calibrated, because no document says what it does.
+    """
+    if found := users().get(device.name) or SHIPPED.get(device.name):
+        return found
+    from labkit.predictor.unseen import from_spec
+
+    return from_spec(device)
+
+
+def users() -> dict[str, Constants]:
+    """What `labkit calibrate` wrote into the working directory or the user's configuration."""
+    found = {}
+    for path in (ceilings.home() / ".config/labkit/constants.toml", Path("labkit-constants.toml")):
+        if path.is_file():
+            found |= read_table(path, path.stat().st_mtime_ns)
+    return found
+
+
+@lru_cache(maxsize=8)
+def read_table(path: Path, _changed: int = 0) -> dict[str, Constants]:
+    """Device → constants. UserError: the file is no TOML, or a constant is missing or bad."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    try:
+        return {name: Constants.from_dict(values) for name, values in table.items()}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
