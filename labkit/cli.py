@@ -195,6 +195,61 @@ def sweep(
 
 
 @app.command()
+def predict(
+    model: Annotated[str, typer.Option(help="A preset of ModelConfig.")] = "olmoe-1b-7b",
+    layers: Annotated[int | None, typer.Option(help="Take only so many layers.")] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences in a micro batch.")] = 4,
+    seqlen: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 2048,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations.")] = False,
+    micro_batches: Annotated[int, typer.Option(help="Micro batches a step accumulates.")] = 1,
+    device: Annotated[str, typer.Option(help="A device of the table (H200), or auto.")] = "auto",
+    part1: Annotated[
+        Path | None, typer.Option(help="Take the constants from this folder's Part 1.")
+    ] = None,
+):
+    """Predict time and peak memory of a training step that nobody has run, term by term."""
+    from labkit.config import ModelConfig
+    from labkit.devices import resolve
+    from labkit.perfmodel import mfu
+    from labkit.predictor import predict as predictor
+    from labkit.predictor.render import prediction
+    from labkit.predictor.unseen import from_part1
+
+    cfg = ModelConfig.preset(model, **({} if layers is None else {"n_layers": layers}))
+    spec = resolve(None if device == "auto" else device)
+    shape, more = (micro_batch_size, seqlen, recompute, spec), {"micro_batches": micro_batches}
+    constants = from_part1(part1, spec) if part1 else None
+    time = predictor.step_ms(cfg, *shape, constants=constants, **more)
+    memory = predictor.peak_gib(cfg, *shape, **more)
+    tokens = micro_batch_size * seqlen * micro_batches
+    used = mfu(cfg, tokens, seqlen, float(time), spec)
+    Console().print(prediction(time, memory, tokens, used, spec.memory_gib), soft_wrap=True)
+
+
+@app.command()
+def calibrate(
+    sweep: Annotated[Path, typer.Argument(help="A sweep.csv, or the folder that has it.")],
+    part1: Annotated[
+        Path | None,
+        typer.Option(help="The folder of gemm, ops, regimes, kernels.", show_default="the sweep's"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A device of the table.", show_default="the sweep's")
+    ] = None,
+    save: Annotated[Path, typer.Option(help="Where the constants go.")] = Path(
+        "labkit-constants.toml"
+    ),
+):
+    """Fit the predictor's constants to a sweep of this device and to its Part 1."""
+    from labkit.predictor.calibrate import calibrate_files
+    from labkit.predictor.render import fit
+
+    found = calibrate_files(sweep, part1, device, save)
+    Console().print(fit(found), soft_wrap=True)
+    typer.echo(f"written to {save}; predictions for this device use it from here")
+
+
+@app.command()
 def profile(
     name: Annotated[str, typer.Argument(help="What the files are called.")] = "profile",
     model: Annotated[str, typer.Option(help="A preset of ModelConfig.")] = "olmoe-tiny",

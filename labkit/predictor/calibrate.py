@@ -5,12 +5,15 @@ of the constant is a factor of the time. What Part 1 says enters as further rows
 such a measurement is wrong about a step.
 """
 
+import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from labkit.config import ModelConfig
+from labkit.devices import DeviceSpec
 from labkit.errors import UserError
 from labkit.predictor.constants import MEANINGS, NAMES, Constants
 from labkit.predictor.steptime import step_time
@@ -19,9 +22,10 @@ KINDS = ("forward", "backward", "recompute", "optimizer")
 STEP_SD, KIND_SD = 0.01, 0.04  # relative: of what the model can get right of a step, of its parts
 HOST_SD = 0.1  # of a step that waits for Python, from one process to the next
 MEASURED_SD, GUESSED_SD = 0.1, 0.5  # of a constant from Part 1, from a datasheet
-LOOSE = {"power_loss", "launch_us", "relaunch_us", "kernel_us"}  # Part 1 says little of these
+LOOSE_SD = 0.3  # of these, of which Part 1 says little
+LOOSE = {"power_loss", "launch_us", "relaunch_us", "kernel_us"}
 WAITS = 0.02  # from which share of waiting on, the kinds of work say nothing of the device
-IDENTIFIED_SD = 0.3  # of a constant's logarithm: beyond that nobody knows it
+IDENTIFIED_SD = 0.35  # of a constant's logarithm: beyond that nobody knows it
 FEWEST_ROWS = 12
 FOLDS, ROUNDS = 5, 2
 
@@ -71,6 +75,74 @@ def calibrate(frame, start: Constants, *, measured: bool = True, folds: int = FO
     return Fit(constants, known, errors)
 
 
+def calibrate_files(sweep, part1=None, device: str | None = None, save=None) -> Fit:
+    """`calibrate` on a sweep.csv, or the folder that has it, and on the Part 1 in a folder.
+
+    None as `part1` is the sweep's folder; without any Part 1 there, a GPU's datasheet is the start.
+    `device` is the device in the table; None: the one that the sweep names. The constants go into
+    the TOML file `save`, beside those of other devices that it has. UserError: as `calibrate`, and
+    a file that is no sweep or that cannot be written.
+    """
+    from labkit.devices import resolve
+    from labkit.experiments.table import SWEEP, read
+
+    path = Path(sweep)
+    path = SWEEP.path(path) if path.is_dir() else path
+    frame = read(path, SWEEP)
+    steps = configurations(frame)
+    spec = resolve(device) if device else _named(steps["device"].iloc[0])
+    start, measured = _start(Path(part1 or path.parent), spec, strict=part1 is not None)
+    found = calibrate(frame, start, measured=measured)
+    source = f"calibrated on {len(steps)} configurations of {path}"
+    found = replace(found, constants=replace(found.constants, source=source))
+    if save is not None:
+        write(save, spec.name, found.constants)
+    return found
+
+
+def _named(name: str) -> DeviceSpec:
+    """The device that a sweep's rows name: of the table, or the one in use."""
+    from labkit.devices import current, lookup, pick
+
+    if found := lookup(name):
+        return found
+    here = current(pick("cpu"))
+    if name == here.name:
+        return here
+    raise UserError(f"the sweep is of {name!r}, which is not in the table; say which device it is")
+
+
+def _start(folder: Path, device: DeviceSpec, strict: bool) -> tuple[Constants, bool]:
+    """Where the fit starts, and whether it was measured. A GPU starts with what Python needs."""
+    from labkit.predictor.unseen import POWER_LOSS, RELAUNCH_US, from_part1, from_spec, has_part1
+
+    if strict or has_part1(folder) or device.dtype == "float32":
+        start, measured = from_part1(folder, device), True
+    else:
+        start, measured = from_spec(device), False
+    if device.dtype != "float32":
+        start = replace(start, power_loss=POWER_LOSS, relaunch_us=start.relaunch_us or RELAUNCH_US)
+    return start, measured
+
+
+def write(path, device: str, constants: Constants) -> None:
+    """Put the constants of a device into a TOML file, in place of older ones of the same device."""
+    from labkit.files import whole_file
+    from labkit.predictor.known import read_table
+
+    path = Path(path)
+    table = read_table(path, path.stat().st_mtime_ns) if path.is_file() else {}
+    lines = []
+    for name, each in (table | {device: constants}).items():
+        lines += [f"[{json.dumps(name)}]"]
+        lines += [
+            f"{key} = {json.dumps(value) if isinstance(value, str) else f'{value:.6g}'}"
+            for key, value in each.to_dict().items()
+        ]
+    with whole_file(path) as draft:
+        draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def configurations(frame):
     """A row for each measured configuration: the medians of its repeats.
 
@@ -78,12 +150,14 @@ def configurations(frame):
     """
     keys = ["model", "layers", "micro_batch_size", "seqlen", "recompute", "micro_batches"]
     rows = frame[frame["status"] == "ok"] if "status" in frame else frame
-    for name in ("step_ms", "peak_gib", "layers", "micro_batch_size", "seqlen"):
+    for name in ("layers", "micro_batch_size", "seqlen", "step_ms", "p10_ms", "p90_ms", "peak_gib"):
         bad = rows[~(rows[name] > 0) | np.isinf(rows[name].astype(float))]
         if len(bad):
+            row = bad.iloc[0]
             raise UserError(
-                f"{name}={bad[name].iloc[0]} in row {bad.index[0] + 2} of the sweep; "
-                "it must be a number above 0: delete the row, and it is measured again"
+                f"{name}={row[name]} in the row of {row['layers']:g} layers and "
+                f"{row['micro_batch_size']:g} × {row['seqlen']:g} tokens; it must be a number "
+                "above 0: delete the row, and it is measured again"
             )
     if len(devices := sorted(rows["device"].unique())) > 1:
         raise UserError(f"the sweep has rows of {devices}; calibrate one device at a time")
@@ -98,8 +172,9 @@ def configurations(frame):
 
 
 def _widths(free: list[str], measured: bool) -> dict[str, float]:
-    usual = MEASURED_SD if measured else GUESSED_SD
-    return {name: GUESSED_SD if name in LOOSE else usual for name in free}
+    if not measured:
+        return dict.fromkeys(free, GUESSED_SD)
+    return {name: LOOSE_SD if name in LOOSE else MEASURED_SD for name in free}
 
 
 def _fit(steps, start: Constants, free: list[str], widths) -> tuple[Constants, dict[str, float]]:
@@ -214,10 +289,12 @@ def errors(steps, constants: Constants):
 
 def _not_identified(vague: list[str], steps, measured: bool) -> str:
     what = ", ".join(f"{name} ({MEANINGS[name]['what']})" for name in vague)
-    missing = []
-    for column, least in (("layers", 2), ("seqlen", 2), ("micro_batch_size", 2), ("recompute", 2)):
-        if steps[column].nunique() < least:
-            missing.append(f"another {column}")
+    varied = {
+        "layers": "numbers of layers", "seqlen": "sequence lengths",
+        "micro_batch_size": "micro batch sizes", "recompute": "settings of recompute",
+    }  # fmt: skip
+    few = [what for name, what in varied.items() if steps[name].nunique() < 2]
+    missing = [f"rows of other {', '.join(few)}"] if few else []
     if not measured:
         missing.append("Part 1 of this device (`labkit experiment gemm`, ops, regimes, kernels)")
     return (

@@ -32,7 +32,10 @@ class Constants:
     optimizer_gbs: float = _constant("GB/s", MEMORY, "the fused AdamW update")
     kernel_us: float = _constant("µs", OVERHEAD, "what any kernel costs on the device")
     power_loss: float = _constant(
-        "1", COMPUTE, "extra time of multiplies for each doubling of tokens beyond 4096", default=0
+        "1",
+        COMPUTE,
+        "extra time of multiplies for each doubling of 4096 tokens, up to two",
+        default=0,
     )
     launch_us: float = _constant("µs", OVERHEAD, "Python's time for an operation", default=0)
     relaunch_us: float = _constant(

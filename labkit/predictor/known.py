@@ -9,14 +9,20 @@ from labkit.devices import DeviceSpec
 from labkit.errors import UserError
 from labkit.predictor.constants import Constants
 
-# Fitted by `labkit calibrate` to the sweeps in labkit/assets/truth.
+# Fitted by `labkit calibrate` to labkit/assets/truth, with Part 1 from benchmarks/results.
 SHIPPED = {
     "H200 SXM": Constants(
-        gemm_tflops=920, grouped_tflops=708.6, attention_tflops=340.9, attention_backward_tflops=262.8,
-        stream_gbs=3957, strided_gbs=1697, gather_gbs=3078, loss_gbs=3373,
-        optimizer_gbs=2698, kernel_us=3.352, power_loss=0.04805, launch_us=14.52,
-        relaunch_us=40.77,
+        gemm_tflops=920, grouped_tflops=708.6, attention_tflops=340.9,
+        attention_backward_tflops=262.8, stream_gbs=3957, strided_gbs=1697, gather_gbs=3078,
+        loss_gbs=3373, optimizer_gbs=2698, kernel_us=3.352, power_loss=0.04805,
+        launch_us=14.52, relaunch_us=40.77,
         source="calibrated on a sweep of three H200",
+    ),
+    "AMD EPYC, 2 cores": Constants(
+        gemm_tflops=0.1927, grouped_tflops=0.1915, attention_tflops=0.07727,
+        attention_backward_tflops=0.07693, stream_gbs=93.71, strided_gbs=81.11, gather_gbs=86.02,
+        loss_gbs=7.689, optimizer_gbs=64.22, kernel_us=11.58,
+        source="calibrated on a sweep of one such CPU",
     ),
 }  # fmt: skip
 

@@ -27,7 +27,8 @@ BOUNDS = {
 # profile, operations (what Python hands to PyTorch, views too) by a TorchDispatchMode.
 MOE_KERNELS, DENSE_KERNELS, EDGE_KERNELS = (68, 107), (23, 44), (25, 38)
 MOE_OPERATIONS, DENSE_OPERATIONS, EDGE_OPERATIONS = (93, 181), (64, 127), (33, 38)
-POWER_TOKENS = 4096  # in a micro batch, from which a GPU at its power cap lowers its clock
+POWER_TOKENS = 4096  # in a micro batch, from which a GPU at its power cap lowers its clock: to four
+# times as many, where the clock has settled
 SHARPNESS = 24  # of the larger of two times: Python and the GPU do not overlap perfectly
 
 
@@ -95,7 +96,8 @@ class Costs(NamedTuple):
 
 
 def _costs(c: Constants, tokens: int, b: int) -> Costs:
-    slower = 1 + c.power_loss * max(0.0, math.log2(tokens / POWER_TOKENS))
+    doublings = min(2.0, max(0.0, math.log2(tokens / POWER_TOKENS)))
+    slower = 1 + c.power_loss * doublings
     flop = (slower / c.gemm_tflops / 1e9, slower / c.grouped_tflops / 1e9)
     moved = (1 / gbs / 1e6 for gbs in (c.stream_gbs, c.strided_gbs, c.gather_gbs, c.loss_gbs))
     return Costs(*flop, *moved, c.kernel_us / 1e3, b)

@@ -20,7 +20,8 @@ OPTIMIZER_OF_ADD = 0.95
 GROUPED_OF_GEMM, ATTENTION_OF_GEMM, BACKWARD_OF_FORWARD = 0.9, 0.55, 0.8
 # GB/s for each float32 TFLOP/s of the ordinary units.
 UNITS_GBS = {"strided_gbs": 25.2, "gather_gbs": 46.8, "loss_gbs": 45.7, "optimizer_gbs": 42.2}
-KERNEL_US, LAUNCH_US, RELAUNCH_OF_LAUNCH = 3.0, 15.0, 2.7
+KERNEL_US, LAUNCH_US, RELAUNCH_US, RELAUNCH_OF_LAUNCH = 3.0, 15.0, 40.0, 2.7
+POWER_LOSS = 0.05  # where a fit starts; a device that never ran a step is taken to have none
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def from_part1(folder, device: DeviceSpec) -> Constants:
 
     UserError: none is there, they come from another device, or rows are bad.
     """
-    from labkit.experiments import table
+    from labkit.experiments.table import read
 
     found = {}
-    for schema in (table.GEMM, table.OPS, table.REGIMES, table.KERNELS):
+    for schema in _schemas():
         if schema.path(folder).is_file():
-            frame = table.read(schema.path(folder), schema)
+            frame = read(schema.path(folder), schema)
             found[schema.name] = frame[frame["status"] == "ok"]
     if not found:
         raise UserError(
@@ -97,6 +98,17 @@ def from_part1(folder, device: DeviceSpec) -> Constants:
     if kernels is None:
         return from_spec(device, readings)
     return _with_kernels(kernels, readings, device)
+
+
+def _schemas():
+    from labkit.experiments import table
+
+    return table.GEMM, table.OPS, table.REGIMES, table.KERNELS
+
+
+def has_part1(folder) -> bool:
+    """Whether a folder has any of the files of `from_part1`."""
+    return any(schema.path(folder).is_file() for schema in _schemas())
 
 
 def _check_rows(found: dict) -> None:
@@ -121,6 +133,7 @@ def _readings(found: dict) -> Readings:
     )
 
 
+LAUNCH, RELAUNCH = "launch, forward and backward", "launch, recomputed"
 LAUNCH_US_OF_LOOP = 1.75  # an operation of a module, with a gradient, of a bare one in a loop
 
 
@@ -143,10 +156,11 @@ def _with_kernels(kernels, readings: Readings, device: DeviceSpec) -> Constants:
         return row["flops"] / rest_ms(name, row["moved_bytes"] / moved_gbs / 1e6) / 1e9
 
     strided = gbs("rotary angles")
-    launch = relaunch = 0.0
-    if on_gpu and "launch, recomputed" in rows:
-        there, again = rows["launch, forward and backward"], rows["launch, recomputed"]
-        launch = 1e3 * there["ms"] / there["size"] / 3  # sin, and in the backward cos and times
+    launch = (readings.launch_us or LAUNCH_US) * on_gpu
+    relaunch = RELAUNCH_OF_LAUNCH * launch
+    if on_gpu and {LAUNCH, RELAUNCH} <= rows.keys():
+        there, again = rows[LAUNCH], rows[RELAUNCH]
+        launch = 1e3 * there["ms"] / there["size"] / 3  # sin; in the backward cos, and times
         relaunch = 1e3 * (again["ms"] - there["ms"]) / again["size"]
     return Constants(
         gemm_tflops=readings.gemm_tflops or GEMM_OF_PEAK * device.peak_tflops,
