@@ -88,22 +88,38 @@ def spec(name: str) -> DeviceSpec:
 def lookup(name: str) -> DeviceSpec | None:
     """As `spec`, but None for an unknown name."""
     whole, *profile = re.split(r"\s+MIG\s+", str(name), maxsplit=1, flags=re.IGNORECASE)
-    for found, entry in known_devices().items():
-        if _plain(whole) in {_plain(other) for other in (found, *entry.get("match", ()))}:
-            device = _from_entry(found, entry)
-            if not profile:
-                return device
-            return replace(device, name=f"{device.name} (the whole GPU of MIG {profile[0]})")
-    return None
+    users = _users_tables()
+    found = next((n for n, entry in users.items() if _is_called(whole, n, entry)), None)
+    device = _from_entry(found, users[found]) if found else _shipped_device(whole)
+    if device is None or (not found and device.name in users):
+        return None
+    if not profile:
+        return device
+    return replace(device, name=f"{device.name} (the whole GPU of MIG {profile[0]})")
+
+
+def _is_called(name: str, known: str, entry: dict) -> bool:
+    return _plain(name) in {_plain(other) for other in (known, *entry.get("match", ()))}
+
+
+@lru_cache(maxsize=256)
+def _shipped_device(name: str) -> DeviceSpec | None:
+    found = (n for n, entry in _shipped().items() if _is_called(name, n, entry))
+    return next((_from_entry(n, _shipped()[n]) for n in found), None)
 
 
 def known_devices() -> dict[str, dict]:
     """Every table entry by name, the user's first; see the head of `assets/devices.toml`."""
+    users = _users_tables()
+    return users | {key: value for key, value in _shipped().items() if key not in users}
+
+
+def _users_tables() -> dict[str, dict]:
     tables = {}
     for path in (Path("labkit-devices.toml"), ceilings.home() / ".config/labkit/devices.toml"):
         if os.path.isfile(path):
             tables = _read_table(path) | tables
-    return tables | {key: value for key, value in _shipped().items() if key not in tables}
+    return tables
 
 
 def resolve(device=None) -> DeviceSpec:
