@@ -135,7 +135,9 @@ def with_torch(layers: int, size: int, seqlen: int, recompute: str) -> dict:
         command = [sys.executable, __file__, "--one", what, str(layers), str(size), str(seqlen)]
         done = subprocess.run([*command, recompute], capture_output=True, text=True, timeout=300)
         last = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        row |= {f"{what} error": last[0][:150]} if last else json.loads(done.stdout)
+        row |= (
+            {f"{what} error": last[0][:150]} if last else json.loads(done.stdout.splitlines()[-1])
+        )
     return row
 
 

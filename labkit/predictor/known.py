@@ -12,10 +12,10 @@ from labkit.predictor.constants import Constants
 # Fitted by `labkit calibrate` to labkit/assets/truth, with Part 1 from benchmarks/results.
 SHIPPED = {
     "H200 SXM": Constants(
-        gemm_tflops=920, grouped_tflops=708.6, attention_tflops=340.9,
-        attention_backward_tflops=262.8, stream_gbs=3957, strided_gbs=1697, gather_gbs=3078,
-        loss_gbs=3373, optimizer_gbs=2698, kernel_us=3.352, power_loss=0.04805,
-        launch_us=14.52, relaunch_us=40.77,
+        gemm_tflops=913.5, grouped_tflops=691.3, attention_tflops=341.1,
+        attention_backward_tflops=263.3, stream_gbs=4080, strided_gbs=1728, gather_gbs=3124,
+        loss_gbs=3330, optimizer_gbs=2697, kernel_us=3.393, power_loss=0.04558,
+        launch_us=14.72, relaunch_us=40.2,
         source="calibrated on a sweep of three H200",
     ),
     "AMD EPYC, 2 cores": Constants(

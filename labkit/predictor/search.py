@@ -1,12 +1,20 @@
-"""Questions to the two models: what fits, what is fastest, and what more GPUs would bring."""
+"""Questions to `perfmodel`'s predictions: what fits, what is fastest, what more GPUs would bring.
+
+They ask the functions of Coding Exercise 9, so a student's answers are the student's model's.
+"""
 
 from dataclasses import dataclass, replace
 
 from labkit.config import ModelConfig
 from labkit.devices import DeviceSpec, resolve
 from labkit.errors import UserError, positive_number, whole_number
-from labkit.perfmodel import bytes_per_element, mfu, param_count
-from labkit.predictor.predict import peak_gib, step_ms
+from labkit.perfmodel import (
+    bytes_per_element,
+    mfu,
+    param_count,
+    predict_peak_gib,
+    predict_step_ms,
+)
 from labkit.predictor.prediction import Prediction, Term
 
 CONTEXT_GIB = 1.0  # of a GPU's memory that CUDA's context and what lies between blocks take
@@ -30,7 +38,7 @@ class Room:
         )
 
     def takes(self, cfg, micro_batch_size, seqlen, recompute, micro_batches=1) -> bool:
-        need = peak_gib(
+        need = predict_peak_gib(
             cfg, micro_batch_size, seqlen, recompute, self.device, micro_batches=micro_batches
         )
         return need <= self.gib
@@ -100,7 +108,9 @@ def fastest(
         if room.takes(cfg, size, seqlen, recompute, global_batch_size // size)
     ]
     if not rows:
-        least = float(peak_gib(cfg, 1, seqlen, True, room.device, micro_batches=global_batch_size))
+        least = float(
+            predict_peak_gib(cfg, 1, seqlen, True, room.device, micro_batches=global_batch_size)
+        )
         raise UserError(
             f"nothing fits into {room.gib:.3g} GiB: a micro batch of one sequence of {seqlen} "
             f"tokens, recomputing, needs {least:.3g}; take fewer layers (most_layers says how many)"
@@ -130,7 +140,14 @@ def data_parallel(
     whole_number("gpus", gpus)
     positive_number("link_gbs", link_gbs)
     device = resolve(device)
-    alone = step_ms(cfg, micro_batch_size, seqlen, recompute, device, micro_batches=micro_batches)
+    alone = predict_step_ms(
+        cfg, micro_batch_size, seqlen, recompute, device, micro_batches=micro_batches
+    )
+    if not isinstance(alone, Prediction):
+        raise UserError(
+            "predict_step_ms gave a plain number: return a Prediction, whose terms say how long "
+            "the backward takes that an all-reduce can hide behind"
+        )
     gradients = param_count(cfg) * bytes_per_element(device)
     reduce_ms = 2 * (gpus - 1) / gpus * gradients / link_gbs / 1e6
     kinds = alone.by("group")
@@ -143,9 +160,9 @@ def data_parallel(
 
 
 def _row(cfg, size: int, seqlen: int, recompute: bool, micro_batches: int, room: Room) -> dict:
-    ms = step_ms(cfg, size, seqlen, recompute, room.device, micro_batches=micro_batches)
+    ms = predict_step_ms(cfg, size, seqlen, recompute, room.device, micro_batches=micro_batches)
     tokens = size * seqlen * micro_batches
-    peak = peak_gib(cfg, size, seqlen, recompute, room.device, micro_batches=micro_batches)
+    peak = predict_peak_gib(cfg, size, seqlen, recompute, room.device, micro_batches=micro_batches)
     return {
         "micro_batch_size": size,
         "micro_batches": micro_batches,
