@@ -287,6 +287,27 @@ def profile(
     console.print("wrote " + ", ".join(map(str, files)), markup=False, soft_wrap=True)
 
 
+@app.command()
+def leaderboard(
+    handins: Annotated[
+        list[Path], typer.Argument(help="Files such as perfmodel.py, or folders that have one.")
+    ],
+    truth: Annotated[
+        list[Path] | None,
+        typer.Option(help="A sweep.csv to judge by; may be repeated.", show_default="the H200's"),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table to this file too.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds that one predictor may take.")] = 30,
+):
+    """Rank the predictors of Coding Exercise 9 by the median error of their times."""
+    from labkit.course.leaderboard import TRUTH, rank, render, write_csv
+
+    standings = rank(handins, truth or [TRUTH], limit_s=limit)
+    Console().print(render(standings))
+    if csv:
+        write_csv(standings, csv)
+
+
 def main():
     """Run the CLI. What the user can fix is one line on stderr and status 2; no traceback."""
     for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 shows "?" for a letter

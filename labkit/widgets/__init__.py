@@ -55,6 +55,36 @@ def memory_static(
     return memory_picture.figure(model, layers, micro_batch_size, seqlen, recompute, state, device)
 
 
+def step_explorer(device=None, sweep_csv=None):
+    """Predicted time and memory of a training step, by sliders, beside what was measured.
+
+    What `labkit.perfmodel` predicts, in its terms if it returns Predictions. `device` is a
+    DeviceSpec, a name in the device table, or None for the one in use. `sweep_csv` is the table of
+    `labkit sweep`; None looks for results/sweep.csv here and one folder up. The steps that ship
+    with labkit are there as well. Returns an ipywidget. `step_static` is its picture as a figure.
+    """
+    _need_ipywidgets()
+    from labkit.widgets.predictor import StepExplorer
+
+    return StepExplorer(device, sweep_csv)
+
+
+def step_static(
+    model="olmoe-1b-7b", layers=4, micro_batch_size=4, seqlen=2048, micro_batches=1,
+    recompute=False, device=None, sweep_csv=None,
+):  # fmt: skip
+    """The step explorer's picture as a Figure: a step's predicted time and memory, measured marks.
+
+    `model` is a preset of ModelConfig; the other arguments as in `step_explorer`. Needs no
+    ipywidgets. UserError: an unknown model or device, a size below 1, and an unreadable sweep.
+    """
+    from labkit.widgets import predictor_picture
+
+    return predictor_picture.static(
+        model, layers, micro_batch_size, seqlen, micro_batches, recompute, device, sweep_csv
+    )
+
+
 def quiz(question: str, options, answer: str, why: str):
     """A question with radio buttons and a Check button; `why` shows once an answer is checked.
 

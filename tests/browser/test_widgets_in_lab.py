@@ -8,6 +8,7 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks/02_roofline.ipynb"
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it").expect
 pytestmark = pytest.mark.browser
 EXPLORER = "from labkit import widgets\nwidgets.roofline_explorer('L40')"
+STEPS = "from labkit import widgets\nwidgets.step_explorer('H200')"
 QUIZ = """from labkit import widgets
 widgets.quiz("What bounds {}?", ["its arithmetic", "its bytes"], "its bytes", "Read `w` once.")"""
 
@@ -60,6 +61,27 @@ def test_the_explorer_is_legible_in_the_dark_theme(lab):
     )
     text, ground = (sum(map(float, c[c.index("(") + 1 : -1].split(",")[:3])) for c in colors)
     assert text - ground > 400, f"the text is {colors[0]} on {colors[1]}"
+
+
+def test_the_sliders_of_the_step_explorer_move_its_prediction(lab):
+    lab.open_and_run(lab.write("steps.ipynb", STEPS))
+    assert lab.errors() == []
+    words, picture = lab.page.locator("[role=status]"), lab.page.locator(".widget-image")
+    expect(words).to_contain_text("ms a step on H200 SXM")
+    expect(words).to_contain_text("Measured: ")
+    said, before = words.locator("p").first.inner_text(), picture.get_attribute("src")
+
+    lab.page.get_by_role("slider").first.focus()
+    for layers in ("6", "8"):
+        press(lab, "ArrowRight")
+        expect(lab.page.locator(".widget-readout").first).to_have_text(layers)
+    expect(words).not_to_contain_text(said)
+    expect(picture).not_to_have_attribute("src", before)
+    lab.page.get_by_label("Device").select_option("RTX 5090")
+    expect(words).to_contain_text("RTX 5090 has 31.8")
+    expect(words.locator("b")).to_contain_text("needs")
+    assert picture.count() == 1, f"{picture.count()} pictures: each move left one behind"
+    assert lab.errors() == []
 
 
 def test_quizzes_answer_each_for_itself(lab):
