@@ -22,7 +22,7 @@ TABLES = {"devices.toml", "METADATA"}  # of labkit, and the versions of packages
 STARTS = {
     "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn",
     "os.kill", "os.killpg", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.symlink",
-    "shutil.rmtree", "socket.connect", "socket.bind", "socket.getaddrinfo",
+    "os.link", "shutil.rmtree", "socket.connect", "socket.bind", "socket.getaddrinfo",
     "ctypes.dlsym", "ctypes.dlsym/handle",
 }  # fmt: skip
 REFERENCE = ("labkit.predictor.steptime", "labkit.predictor.peak")
@@ -51,9 +51,11 @@ def watched() -> Iterator[list[str]]:
         _hooked = True
     tried = []
     with TemporaryDirectory() as folder, chdir(folder), ExitStack() as stack:
-        stack.callback(_put_back, sys.modules, "torch", sys.modules.get("torch"))
+        for name in {"torch", *(name for name in sys.modules if name.startswith("torch."))}:
+            stack.callback(_put_back, sys.modules, name, sys.modules.get(name))
+            sys.modules[name] = None
         stack.callback(_put_back, os.environ, "HOME", os.environ.get("HOME"))
-        sys.modules["torch"], os.environ["HOME"] = None, folder
+        os.environ["HOME"] = folder
         _broken = tried
         try:
             yield tried
@@ -82,7 +84,7 @@ def _audit(event: str, arguments: tuple) -> None:
 def _file_problem(path, _mode, flags) -> str | None:
     if isinstance(path, int):
         return None
-    path = PurePath(os.fsdecode(path))
+    path = PurePath(os.path.realpath(os.fsdecode(path)))  # a link and ".." can hide what it is
     if {"__pycache__", "zoneinfo"} & set(path.parts):
         return None
     if flags & (os.O_WRONLY | os.O_RDWR):

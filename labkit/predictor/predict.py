@@ -36,7 +36,8 @@ def step_ms(
         micro_batches=micro_batches, state_bytes=state_bytes,
     )  # fmt: skip
     if peak > device.memory_gib:
-        raise UserError(_does_not_fit(cfg, peak, micro_batch_size, seqlen, recompute, device))
+        more = {"micro_batches": micro_batches, "state_bytes": state_bytes}
+        raise UserError(_does_not_fit(cfg, peak, micro_batch_size, seqlen, recompute, device, more))
     return step_time(
         cfg, micro_batch_size, seqlen, recompute, constants or constants_of(device),
         bytes_per_element=bytes_per_element(device),
@@ -84,22 +85,22 @@ def workspace_mib(device: DeviceSpec) -> float:
     return 64 if hopper else 16.25
 
 
-def _does_not_fit(cfg, peak, micro_batch_size, seqlen, recompute, device) -> str:
+def _does_not_fit(cfg, peak, micro_batch_size, seqlen, recompute, device, more: dict) -> str:
     """The number, and the nearest ways out that would fit."""
+
+    def need(cfg=cfg, size=micro_batch_size, again=recompute) -> float:
+        return float(peak_gib(cfg, size, seqlen, again, device, **more))
+
     ways = []
-    if not recompute:
-        again = peak_gib(cfg, micro_batch_size, seqlen, True, device)
-        ways += [f"recompute=True needs {float(again):.3g}"] if again <= device.memory_gib else []
-    for size in range(micro_batch_size - 1, 0, -1):
-        smaller = peak_gib(cfg, size, seqlen, recompute, device)
-        if smaller <= device.memory_gib:
-            ways.append(f"micro_batch_size={size} needs {float(smaller):.3g}")
-            break
-    for layers in range(cfg.n_layers - 1, 0, -1) if not ways else ():
-        fewer = replace(cfg, n_layers=layers)
-        if peak_gib(fewer, micro_batch_size, seqlen, recompute, device) <= device.memory_gib:
-            ways.append(f"n_layers={layers} would fit")
-            break
+    if not recompute and (again := need(again=True)) <= device.memory_gib:
+        ways.append(f"recompute=True needs {again:.3g}")
+    smaller = ((size, need(size=size)) for size in range(micro_batch_size - 1, 0, -1))
+    if fits := next((each for each in smaller if each[1] <= device.memory_gib), None):
+        ways.append(f"micro_batch_size={fits[0]} needs {fits[1]:.3g}")
+    if not ways:
+        counts = range(cfg.n_layers - 1, 0, -1)
+        fits = (n for n in counts if need(replace(cfg, n_layers=n)) <= device.memory_gib)
+        ways = [f"n_layers={n} would fit" for n in fits][:1]
     hint = "; ".join(ways) or "not even one layer would fit"
     return (
         f"the step needs {float(peak):.3g} GiB and {device.name} has {device.memory_gib:.3g} "

@@ -12,28 +12,34 @@ from tests.public.checks_c9 import olmoe
 STEPS = checks.truth(Path(__file__).parent / "truth/h200.csv")
 
 
+def check_close(function, column: str, within: float):
+    """As in public; a table of the public times earns nothing, however it fills its gaps."""
+    checks.check_model(predict_step_ms, checks.truth(TRUTH))
+    checks.check_close(function, column, STEPS, within)
+
+
 @pytest.mark.exercise("C9", points=6)
 def test_time_roughly():
     """Four of five step times are within 30 %."""
-    checks.check_close(predict_step_ms, "step_ms", STEPS, within=0.30)
+    check_close(predict_step_ms, "step_ms", within=0.30)
 
 
 @pytest.mark.exercise("C9", points=6)
 def test_time():
     """Four of five step times are within 15 %."""
-    checks.check_close(predict_step_ms, "step_ms", STEPS, within=0.15)
+    check_close(predict_step_ms, "step_ms", within=0.15)
 
 
 @pytest.mark.exercise("C9", points=4)
 def test_memory_roughly():
     """Four of five peaks are within 20 %."""
-    checks.check_close(predict_peak_gib, "peak_gib", STEPS, within=0.20)
+    check_close(predict_peak_gib, "peak_gib", within=0.20)
 
 
 @pytest.mark.exercise("C9", points=4)
 def test_memory():
     """Four of five peaks are within 8 %."""
-    checks.check_close(predict_peak_gib, "peak_gib", STEPS, within=0.08)
+    check_close(predict_peak_gib, "peak_gib", within=0.08)
 
 
 @pytest.mark.exercise("C9", points=0)

@@ -176,6 +176,17 @@ def test_a_hand_in_cannot_read_what_was_measured(handin):
     assert not only(handin("gil.py", step_ms(caught))).ranked
 
 
+def test_links_and_detours_hide_no_file(handin, tmp_path):
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "data.py").symlink_to(TRUTH)
+    detour = tmp_path / "__pycache__" / os.path.relpath(TRUTH, tmp_path / "__pycache__")
+    for path in (tmp_path / "data.py", detour):
+        standing = only(handin("gil.py", step_ms(f"return len(open({str(path)!r}).read())")))
+        assert standing.problem == f"it reads the file {TRUTH.name}", f"{path}: {standing}"
+    body = f"import os\nos.link({str(TRUTH)!r}, {str(tmp_path / 'hard.py')!r})\nreturn 60.0"
+    assert only(handin("gil.py", step_ms(body))).problem == "it calls os.link"
+
+
 def test_a_hand_in_is_not_told_what_was_measured(handin, monkeypatch):
     tasks = []
     monkeypatch.setattr(leaderboard, "_run", lambda task, *_: tasks.append(task) or "")

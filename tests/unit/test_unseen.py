@@ -115,3 +115,21 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     OPS.path(tmp_path).write_text(re.sub(r"(\ncopy,131072,cold,262144,[\d.]+,)", r"\1-", text))
     with pytest.raises(UserError, match=r"a time of -0\.\d+ ms"):
         from_part1(tmp_path, spec("H200"))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("shape", [(8, 4, 4096), (8, 16, 2048), (16, 1, 512)])
+def test_a_way_out_that_is_named_does_fit(shape, micro_batches):
+    (layers, size, seqlen), device = shape, spec("L40")
+    cfg, more = ModelConfig.preset("olmoe-1b-7b", n_layers=layers), {"micro_batches": micro_batches}
+    with pytest.raises(UserError) as caught:
+        step_ms(cfg, size, seqlen, False, device, **more)
+    said = str(caught.value)
+    if "recompute=True needs" in said:
+        step_ms(cfg, size, seqlen, True, device, **more)
+    if found := re.search(r"micro_batch_size=(\d+)", said):
+        step_ms(cfg, int(found[1]), seqlen, False, device, **more)
+    if found := re.search(r"n_layers=(\d+)", said):
+        fewer = ModelConfig.preset("olmoe-1b-7b", n_layers=int(found[1]))
+        step_ms(fewer, size, seqlen, False, device, **more)
+    assert re.search(r"needs \d+(\.\d+)? GiB and L40 has 45 \(\w", said)
