@@ -161,7 +161,8 @@ def configurations(frame):
             )
     if len(devices := sorted(rows["device"].unique())) > 1:
         raise UserError(f"the sweep has rows of {devices}; calibrate one device at a time")
-    medians = rows.groupby(keys, as_index=False).median(numeric_only=True)
+    groups = rows.groupby(keys, as_index=False)
+    medians = groups.median(numeric_only=True).assign(repeats=groups.size()["size"])
     if len(medians) < FEWEST_ROWS:
         raise UserError(
             f"{len(medians)} configurations are too few for {len(NAMES)} constants; measure at "
@@ -225,7 +226,7 @@ def _residuals(row, predicted, waits: bool):
     0 for a kind that says nothing: the number of residuals must not change.
     """
     noise = (row.p90_ms - row.p10_ms) / 2.56 / row.step_ms  # of a normal distribution
-    sd = math.hypot(STEP_SD, noise, HOST_SD * waits)
+    sd = math.hypot(STEP_SD, math.hypot(noise, HOST_SD * waits) / math.sqrt(row.repeats))
     yield math.log(predicted / row.step_ms) / sd
     kinds = predicted.by("group")
     for kind in KINDS:

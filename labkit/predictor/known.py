@@ -12,16 +12,16 @@ from labkit.predictor.constants import Constants
 # Fitted by `labkit calibrate` to labkit/assets/truth, with Part 1 from benchmarks/results.
 SHIPPED = {
     "H200 SXM": Constants(
-        gemm_tflops=913.5, grouped_tflops=691.3, attention_tflops=341.1,
-        attention_backward_tflops=263.3, stream_gbs=4080, strided_gbs=1728, gather_gbs=3124,
-        loss_gbs=3330, optimizer_gbs=2697, kernel_us=3.393, power_loss=0.04558,
-        launch_us=14.72, relaunch_us=40.2,
+        gemm_tflops=927.4, grouped_tflops=701.2, attention_tflops=338.1,
+        attention_backward_tflops=264.9, stream_gbs=3936, strided_gbs=1718, gather_gbs=3133,
+        loss_gbs=3317, optimizer_gbs=2700, kernel_us=3.343, power_loss=0.04947,
+        launch_us=14.43, relaunch_us=40.41,
         source="calibrated on a sweep of three H200",
     ),
     "AMD EPYC, 2 cores": Constants(
-        gemm_tflops=0.1927, grouped_tflops=0.1915, attention_tflops=0.07727,
-        attention_backward_tflops=0.07693, stream_gbs=93.71, strided_gbs=81.11, gather_gbs=86.02,
-        loss_gbs=7.689, optimizer_gbs=64.22, kernel_us=11.58,
+        gemm_tflops=0.1952, grouped_tflops=0.194, attention_tflops=0.07445,
+        attention_backward_tflops=0.07339, stream_gbs=107.4, strided_gbs=81.15,
+        gather_gbs=85.94, loss_gbs=7.622, optimizer_gbs=64.41, kernel_us=11.74,
         source="calibrated on a sweep of one such CPU",
     ),
 }  # fmt: skip
