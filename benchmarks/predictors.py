@@ -17,12 +17,12 @@ import pandas as pd
 
 from labkit.config import ModelConfig
 from labkit.devices import spec
-from labkit.experiments.table import SWEEP, read
+from labkit.experiments.table import GEMM, OPS, REGIMES, SWEEP, read
 from labkit.perfmodel import flops_per_token, forward_floor_ms, optimizer_floor_ms, param_count
 from labkit.predictor.calibrate import config, configurations, errors
 from labkit.predictor.known import SHIPPED
 from labkit.predictor.predict import peak_gib
-from labkit.predictor.unseen import Readings, from_part1, from_spec
+from labkit.predictor.unseen import Readings, from_part1, from_spec, readings_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -78,11 +78,8 @@ def time_errors(public, hidden) -> dict:
 
 
 def _readings_without_kernels() -> Readings:
-    from labkit.experiments.table import GEMM, OPS, REGIMES
-    from labkit.predictor.unseen import _readings
-
     folder = RESULTS / "part1_h200"
-    return _readings({s.name: read(s.path(folder), s) for s in (GEMM, OPS, REGIMES)})
+    return readings_of({s.name: read(s.path(folder), s) for s in (GEMM, OPS, REGIMES)})
 
 
 def roofline(row) -> float:

@@ -111,6 +111,15 @@ def home() -> Path:
         return Path(os.devnull)
 
 
+def user_files(name: str) -> list[Path]:
+    """The user's files of that name that there are: the home's, then the working directory's.
+
+    What the later one says counts.
+    """
+    places = (home() / ".config/labkit" / name, Path(f"labkit-{name}"))
+    return [path for path in places if os.path.isfile(path)]
+
+
 def cpu_model() -> str:
     """What the system calls the CPU."""
     with suppress(OSError):

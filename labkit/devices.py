@@ -5,7 +5,6 @@ No torch at module level: the performance model reads specs on machines that nev
 """
 
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -116,9 +115,8 @@ def known_devices() -> dict[str, dict]:
 
 def _users_tables() -> dict[str, dict]:
     tables = {}
-    for path in (Path("labkit-devices.toml"), ceilings.home() / ".config/labkit/devices.toml"):
-        if os.path.isfile(path):
-            tables = _read_table(path) | tables
+    for path in ceilings.user_files("devices.toml"):
+        tables |= _read_table(path)
     return tables
 
 

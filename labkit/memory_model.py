@@ -115,9 +115,8 @@ def _attention(cfg: ModelConfig, tokens: int, b: int, on_gpu: bool, shares) -> d
     if cfg.qk_norm:
         kept |= {"q_proj": tokens * q_dim * b, **_norm("q_norm", tokens, q_dim, b, on_gpu)}
         kept |= {"k_proj": tokens * kv_dim * b, **_norm("k_norm", tokens, kv_dim, b, on_gpu)}
-    given = (
-        kv_dim if (on_gpu if shares is None else shares) else q_dim
-    )  # of keys and values, as attention gets them
+    shares = on_gpu if shares is None else shares
+    given = kv_dim if shares else q_dim  # of keys and values, as attention gets them
     return kept | {
         "q": tokens * q_dim * b,
         "k": tokens * given * b,

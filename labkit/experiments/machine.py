@@ -11,6 +11,7 @@ from labkit.benchmark import benchmark
 from labkit.ceilings import host_memory_gib
 from labkit.devices import DeviceSpec
 from labkit.errors import NotThisMachine, out_of_memory
+from labkit.memory import record_timeline
 from labkit.provenance import machine_facts
 
 
@@ -70,6 +71,28 @@ class Machine:
             "host_bound": "yes" if taken.host_bound else "no",
             "sm_clock_mhz": taken.sm_clock_end_mhz,
             "throttle": None if reasons is None else ", ".join(reasons) or "none",
+        }
+
+    def forget_peak(self) -> None:
+        """Let `peak` count from here, with nothing kept that no tensor has."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self, step: Callable) -> dict:
+        """The columns of memory: what tensors had at most and, on a GPU, what PyTorch held.
+
+        On a GPU since `forget_peak`; a CPU keeps no count, so it makes one more step.
+        """
+        if not self.on_gpu:
+            return {
+                "peak_gib": record_timeline(step, device=self.device).peak_gib,
+                "reserved_gib": None,
+            }
+        return {
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved(self.device) / 2**30,
         }
 
     def attempt(self, measure: Callable[[], dict]) -> dict:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
-
 from labkit import plots
 from labkit.config import ModelConfig
 from labkit.data import MicroBatch, Seqs, random_micro_batch
@@ -137,27 +135,20 @@ class Work:
         return partial(accumulated_step, model, optimizer, split(batch, micro_batch_size))
 
     def measure(self, micro_batch_size: int, recompute: str, quick: bool = False) -> dict:
-        on_gpu, device = self.machine.on_gpu, self.machine.device
+        on_gpu = self.machine.on_gpu
         step = self.step(micro_batch_size, recompute, self.global_batch_size)
         if on_gpu:
             step()  # AdamW makes its moments
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            self.machine.forget_peak()
         budget_s = (2.0 if quick else 6.0) if on_gpu else (0.3 if quick else 1.5)
         timed = self.machine.time(step, budget_s=budget_s, flush_l2=False)
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated(device) / 2**30
-        else:
-            peak = record_timeline(step, device=device).peak_gib
         return {
             "micro_batches": -(-self.global_batch_size // micro_batch_size),
             "step_ms": timed["ms"],
             "spread": timed["spread"],
             "steps": timed["calls"],
             "tokens_per_s": 1e3 * self.global_batch_size * self.seqlen / timed["ms"],
-            "peak_gib": peak,
-            "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,
+            **self.machine.peak(step),
         }
 
     def watch(self, found: dict, micro_batch_size: int, recompute: str) -> dict:

@@ -12,8 +12,6 @@ from itertools import pairwise, product
 from pathlib import Path
 from statistics import median, quantiles
 
-import torch
-
 from labkit import plots
 from labkit.benchmark import median_spread
 from labkit.config import ModelConfig
@@ -23,7 +21,6 @@ from labkit.experiments.machine import Machine
 from labkit.experiments.micro_batches import split
 from labkit.experiments.progress import steps
 from labkit.experiments.table import COUNTERS, SWEEP, Table, save
-from labkit.memory import record_timeline
 from labkit.monitor import Monitor
 from labkit.perfmodel import mfu
 from labkit.profiling.workloads import build_model
@@ -245,11 +242,9 @@ class Bench:
         for _ in range(2 if machine.on_gpu else 1):  # AdamW makes its moments
             step()
         if machine.on_gpu:
-            torch.cuda.synchronize(machine.device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(machine.device)
+            machine.forget_peak()
             step()  # takes its memory from the driver again
-            torch.cuda.synchronize(machine.device)
+            machine.synchronize()
         began = time.perf_counter()
         step()
         host_ms = (time.perf_counter() - began) * 1e3
@@ -269,17 +264,8 @@ class Bench:
             "spread": median_spread(times),
             "steps": len(times),
             "host_ms": host_ms if machine.on_gpu else None,
-            **self._memory(step),
+            **machine.peak(step),
             **{name: seen[name] for name in COUNTERS},
-        }
-
-    def _memory(self, step) -> dict:
-        if not self.machine.on_gpu:
-            return {"peak_gib": record_timeline(step, device=self.machine.device).peak_gib}
-        device = self.machine.device
-        return {
-            "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-            "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         }
 
     def _kinds(self, model, optimizer, batch, quick: bool) -> dict:

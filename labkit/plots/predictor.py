@@ -17,9 +17,11 @@ from labkit.plots.style import (
     INK,
     LEGEND,
     MARKERS,
+    color_of,
+    counted,
+    marker_key,
     new_figure,
     nothing,
-    palette,
     plottable,
     require,
 )
@@ -93,7 +95,7 @@ def residuals(frame, what: str = "step_ms") -> Figure:
     ax.set_title(_verdict(rows, what, quantity), fontsize=10)
     handles = _handles(rows)
     if waits.any():
-        handles.append(_marker("o", INK[0], "waits for Python", ms=11, mfc="none"))
+        handles.append(marker_key("o", INK[0], "waits for Python", ms=11, mfc="none"))
     figure.legend(handles=handles, loc="outside right upper", **LEGEND)
     return figure
 
@@ -120,8 +122,8 @@ def terms_against(frame) -> Figure:
             ax.set(yscale="log", title=name)
             _plain_ticks(ax.yaxis)
         line[0].set_ylabel(f"{model}\ntime in a step (ms)")
-    handles = [_marker(MARKERS[i % 5], _color(i), _counted(n)) for i, n in enumerate(layers)]
-    handles.append(_marker("o", "0.4", "measured"))
+    handles = [marker_key(MARKERS[i % 5], color_of(i), counted(n)) for i, n in enumerate(layers)]
+    handles.append(marker_key("o", "0.4", "measured"))
     handles.append(Line2D([], [], color="0.4", label="predicted"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), **LEGEND)
     return figure
@@ -173,7 +175,7 @@ def draw_terms(ax, bars: list, measured: list, unit: str = "ms") -> list:
     unit = getattr(bars[0][1], "unit", unit)
     ax.set_xlabel(AXES.get(unit, unit))
     ax.grid(False, axis="y")
-    marks = [_marker("^", "black", "measured", ms=8)] if any(measured) else []
+    marks = [marker_key("^", "black", "measured", ms=8)] if any(measured) else []
     return _families(colors) + marks
 
 
@@ -237,7 +239,7 @@ def _verdict(rows, what: str, quantity: Quantity) -> str:
 def _points(ax, rows, x, y) -> None:
     layers, models = sorted(rows["layers"].unique()), list(rows["model"].unique())
     for (model, n, recompute), mine in rows.groupby(["model", "layers", "recompute"]):
-        color = _color(layers.index(n))
+        color = color_of(layers.index(n))
         ax.plot(x[mine.index], y[mine.index], MARKERS[models.index(model) % 5], color=color, ms=5,
                 mfc="none" if recompute == "yes" else color)  # fmt: skip
 
@@ -258,10 +260,10 @@ def _kind(ax, mine, kind: str, i: int) -> None:
     """The points and the line of one number of layers in one panel."""
     known = mine[mine[kind] > 0].sort_values("tokens")
     for mask, alpha in ((~_waits(known), 1.0), (_waits(known), 0.25)):
-        ax.plot(known["tokens"][mask], known[kind][mask], MARKERS[i % 5], color=_color(i), ms=4,
+        ax.plot(known["tokens"][mask], known[kind][mask], MARKERS[i % 5], color=color_of(i), ms=4,
                 alpha=alpha)  # fmt: skip
     line = known.groupby("tokens")[f"predicted_{kind}"].mean()
-    ax.plot(line.index, line, color=_color(i), lw=1)
+    ax.plot(line.index, line, color=color_of(i), lw=1)
 
 
 def _plain_ticks(axis) -> None:
@@ -284,21 +286,9 @@ def _over_tokens(ax, rows) -> None:
 def _handles(rows) -> list:
     """A legend of colours, of models if there are several, and of filled and open markers."""
     layers, models = sorted(rows["layers"].unique()), list(rows["model"].unique())
-    handles = [_marker("o", _color(i), _counted(n)) for i, n in enumerate(layers)]
+    handles = [marker_key("o", color_of(i), counted(n)) for i, n in enumerate(layers)]
     if len(models) > 1:
-        handles += [_marker(MARKERS[i % 5], "0.4", model) for i, model in enumerate(models)]
+        handles += [marker_key(MARKERS[i % 5], "0.4", model) for i, model in enumerate(models)]
     names = {"no": ("0.4", "activations kept"), "yes": ("none", "recomputed")}
     there = [names[key] for key in names if key in set(rows["recompute"])]
-    return handles + [_marker("o", "0.4", label, mfc=face) for face, label in there]
-
-
-def _marker(marker: str, color, label: str, **style):
-    return Line2D([], [], ls="", marker=marker, color=color, label=label, **{"ms": 5} | style)
-
-
-def _counted(layers: int) -> str:
-    return "1 layer" if layers == 1 else f"{layers:g} layers"
-
-
-def _color(i: int):
-    return palette()[i % len(palette())]
+    return handles + [marker_key("o", "0.4", label, mfc=face) for face, label in there]

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from labkit.errors import UserError
 
@@ -44,6 +45,21 @@ def palette() -> list:
     import seaborn
 
     return seaborn.color_palette("colorblind")
+
+
+def color_of(i: int):
+    """The colour of the i-th of several things; after ten they begin again."""
+    return palette()[i % len(palette())]
+
+
+def counted(layers: float) -> str:
+    """A number of layers in words."""
+    return "1 layer" if layers == 1 else f"{layers:g} layers"
+
+
+def marker_key(marker: str, color, label: str, **style) -> Line2D:
+    """A legend's entry of a marker."""
+    return Line2D([], [], ls="", marker=marker, color=color, label=label, **{"ms": 5} | style)
 
 
 def plottable(frame, *columns):

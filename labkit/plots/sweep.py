@@ -6,7 +6,17 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
 from labkit.errors import UserError
-from labkit.plots.style import LEGEND, MARKERS, new_figure, nothing, palette, plottable, require
+from labkit.plots.style import (
+    LEGEND,
+    MARKERS,
+    color_of,
+    counted,
+    marker_key,
+    new_figure,
+    nothing,
+    plottable,
+    require,
+)
 
 VIEWS = {"tokens_per_s": "tokens a second", "mfu_pct": "MFU (%)", "peak_gib": "peak memory (GiB)"}
 STEP = ["model", "layers", "micro_batch_size", "seqlen", "recompute", "micro_batches"]
@@ -30,8 +40,8 @@ def sweep(frame) -> Figure:
         for i, n in enumerate(layers):
             mine = rows[(rows["model"] == model) & (rows["layers"] == n)]
             for ax, column in zip(line, VIEWS, strict=True):
-                _points(ax, mine, column, _color(i), _marker(i))
-            _crosses(line[-1], full[(full["model"] == model) & (full["layers"] == n)], _color(i))
+                _points(ax, mine, column, color_of(i), _marker(i))
+            _crosses(line[-1], full[(full["model"] == model) & (full["layers"] == n)], color_of(i))
         for ax, text in zip(line, VIEWS.values(), strict=True):
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(ScalarFormatter())
@@ -61,16 +71,11 @@ def _crosses(ax, rows, color) -> None:
 def _handles(layers: list, crosses: bool) -> list[Line2D]:
     """A legend of colours, then of what filled, open and crossed markers mean."""
     return [
-        *(Line2D([], [], ls="", marker=_marker(i), color=_color(i), ms=5,
-                 label="1 layer" if n == 1 else f"{n:g} layers") for i, n in enumerate(layers)),
-        Line2D([], [], ls="", marker="o", color="0.4", ms=5, label="activations kept"),
-        Line2D([], [], ls="", marker="o", color="0.4", ms=5, mfc="none", label="recomputed"),
-        *[Line2D([], [], ls="", marker="x", color="0.4", label="out of memory")] * crosses,
-    ]  # fmt: skip
-
-
-def _color(i: int):
-    return palette()[i % len(palette())]
+        *(marker_key(_marker(i), color_of(i), counted(n)) for i, n in enumerate(layers)),
+        marker_key("o", "0.4", "activations kept"),
+        marker_key("o", "0.4", "recomputed", mfc="none"),
+        *[marker_key("x", "0.4", "out of memory", ms=6)] * crosses,
+    ]
 
 
 def _marker(i: int) -> str:
@@ -96,8 +101,8 @@ def drift(frame) -> Figure:
     figure, ax = new_figure(size=(7.2, 3.6))
     ax.axhline(0, color="0.6", lw=1)
     for mask, marker, color, label in (
-        (again & ~held, "o", _color(0), "clock free"),
-        (again & held, "x", _color(3), "clock held down"),
+        (again & ~held, "o", color_of(0), "clock free"),
+        (again & held, "x", color_of(3), "clock held down"),
     ):
         if mask.any():
             ax.plot(rows["position"][mask], off_pct[mask], marker, color=color, ms=5, label=label)

@@ -64,7 +64,10 @@ def calibrate(frame, start: Constants, *, measured: bool = True, folds: int = FO
     from a datasheet. Repeats count by their median. UserError: too few rows, rows that are no
     times, several devices, or a constant that neither the sweep nor Part 1 tells.
     """
-    steps = configurations(frame)
+    return _calibrate(configurations(frame), start, measured, folds)
+
+
+def _calibrate(steps, start: Constants, measured: bool, folds: int = FOLDS) -> Fit:
     free = [name for name in NAMES if getattr(start, name) > 0]
     widths = _widths(free, measured)
     constants, sd = _fit(steps, start, free, widths)
@@ -88,11 +91,10 @@ def calibrate_files(sweep, part1=None, device: str | None = None, save=None) -> 
 
     path = Path(sweep)
     path = SWEEP.path(path) if path.is_dir() else path
-    frame = read(path, SWEEP)
-    steps = configurations(frame)
+    steps = configurations(read(path, SWEEP))
     spec = resolve(device) if device else _named(steps["device"].iloc[0])
     start, measured = _start(Path(part1 or path.parent), spec, strict=part1 is not None)
-    found = calibrate(frame, start, measured=measured)
+    found = _calibrate(steps, start, measured)
     source = f"calibrated on {len(steps)} configurations of {path}"
     found = replace(found, constants=replace(found.constants, source=source))
     if save is not None:

@@ -42,9 +42,8 @@ def constants_of(device: DeviceSpec) -> Constants:
 def users() -> dict[str, Constants]:
     """What `labkit calibrate` wrote into the working directory or the user's configuration."""
     found = {}
-    for path in (ceilings.home() / ".config/labkit/constants.toml", Path("labkit-constants.toml")):
-        if path.is_file():
-            found |= read_table(path, path.stat().st_mtime_ns)
+    for path in ceilings.user_files("constants.toml"):
+        found |= read_table(path, path.stat().st_mtime_ns)
     return found
 
 

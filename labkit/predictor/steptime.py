@@ -209,10 +209,9 @@ def _update(cfg, c: Constants, b: int, tokens: int, micro_batches: int, state_by
     weight, gradient, moments = state_bytes or (b, b, 2 * b)
     moved = 2 * weight + gradient + 2 * moments
     # Where no gradient ever was, 0/ε takes the division's slow path: 1.6 times the time.
-    untouched = cfg.vocab_size * math.exp(
-        -tokens * micro_batches / cfg.vocab_size
-    )  # rows of the embedding
-    parameters = param_count(cfg) + (b < 4) * 0.6 * untouched * cfg.dim
+    drawn = tokens * micro_batches / cfg.vocab_size  # how often a token of the vocabulary is
+    untouched = cfg.vocab_size * cfg.dim * math.exp(-drawn)  # of the embedding
+    parameters = param_count(cfg) + (b < 4) * 0.6 * untouched
     terms = [Term("optimizer", "optimizer", moved * parameters / c.optimizer_gbs / 1e6, MEMORY)]
     if micro_batches > 1:
         added = 3 * gradient * param_count(cfg) * (micro_batches - 1) / c.stream_gbs / 1e6

@@ -1,6 +1,6 @@
 """Constants of a device that never ran a step: from its datasheet, or Part 1's measurements of it.
 
-What was not measured is taken from what was by the ratios of TYPICAL. A kernel that computes
+What was not measured is taken from what was by the ratios below. A kernel that computes
 indices, or does much for each byte, is bound by memory on one device and by its ordinary units on
 another, so its rate is the lower of two.
 """
@@ -94,7 +94,7 @@ def from_part1(folder, device: DeviceSpec) -> Constants:
             f"{Path(folder)}: a CPU has no datasheet to fill gaps with; measure gemm, ops and "
             "kernels (`labkit experiment kernels --device cpu`)"
         )
-    readings = _readings(found)
+    readings = readings_of(found)
     if kernels is None:
         return from_spec(device, readings)
     return _with_kernels(kernels, readings, device)
@@ -121,7 +121,8 @@ def _check_rows(found: dict) -> None:
         raise UserError(f"the files come from {sorted(devices)}: keep one folder each")
 
 
-def _readings(found: dict) -> Readings:
+def readings_of(found: dict) -> Readings:
+    """Readings from the rows of gemm, ops and regimes, by name; what is absent is not read."""
     gemm, ops, regimes = (found.get(name) for name in ("gemm", "ops", "regimes"))
     add = ops[ops["op"] == "add"] if ops is not None else ()
     launch = regimes[regimes["workload"] == "launch"] if regimes is not None else ()

@@ -7,6 +7,7 @@ import ipywidgets
 
 from labkit.devices import resolve
 from labkit.errors import UserError
+from labkit.widgets.controls import labelled, labelled_slider
 from labkit.widgets.memory_picture import SEQLENS, STATES, estimate, figure, words
 
 MODELS = ("olmoe-1b-7b", "small", "medium", "olmoe-tiny", "tiny")
@@ -30,17 +31,17 @@ class MemoryExplorer(ipywidgets.VBox):
         self._draw()
 
     def _make_controls(self) -> None:
-        self.model = _control(
+        self.model = labelled(
             ipywidgets.Dropdown, "Model", "A preset of ModelConfig",
             options=MODELS, value=MODELS[0],
         )  # fmt: skip
-        self.layers = _slider("Layers", "How many layers", LAYERS, 4)
-        self.micro_batch_size = _slider("Micro batch", "Sequences in one pass", SIZES, 4)
-        self.seqlen = _slider("Tokens", "In each sequence", SEQLENS, 2048)
-        self.recompute = _control(
+        self.layers = labelled_slider("Layers", "How many layers", LAYERS, 4)
+        self.micro_batch_size = labelled_slider("Micro batch", "Sequences in one pass", SIZES, 4)
+        self.seqlen = labelled_slider("Tokens", "In each sequence", SEQLENS, 2048)
+        self.recompute = labelled(
             ipywidgets.Checkbox, "Recompute", "Keep only each layer's input", value=False
         )
-        self.state = _control(
+        self.state = labelled(
             ipywidgets.Dropdown, "State", "Weights, gradients and AdamW's moments",
             options=list(STATES), value="bfloat16",
         )  # fmt: skip
@@ -69,16 +70,6 @@ class MemoryExplorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         return super()._repr_mimebundle_(**kwargs) | {"text/plain": self.summary}
-
-
-def _control(kind, description: str, tooltip: str, **options):
-    style, layout = {"description_width": "5.5rem"}, {"width": "22rem"}
-    return kind(description=description, tooltip=tooltip, style=style, layout=layout, **options)
-
-
-def _slider(description: str, tooltip: str, values, value):
-    options = [(f"{v:,}", v) for v in values]
-    return _control(ipywidgets.SelectionSlider, description, tooltip, options=options, value=value)
 
 
 def _png(drawn) -> bytes:

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from labkit.devices import known_devices, resolve, spec
+from labkit.widgets.controls import labelled, labelled_slider
 from labkit.widgets.predictor_picture import RED, Measured, Step, figure, words
 
 MODELS = ("olmoe-1b-7b", "small", "medium", "olmoe-tiny", "tiny")
@@ -38,18 +39,20 @@ class StepExplorer(ipywidgets.VBox):
     def _make_controls(self) -> None:
         small = self._device.dtype == "float32"  # a CPU, for which OLMoE is too much
         names = [self._device.name, *known_devices()]
-        self.model = _control(
+        self.model = labelled(
             ipywidgets.Dropdown, "Model", "A preset of ModelConfig",
             options=MODELS, value="olmoe-tiny" if small else MODELS[0],
         )  # fmt: skip
-        self.layers = _slider("Layers", "How many layers", LAYERS, 2 if small else 4)
-        self.micro_batch_size = _slider("Micro batch", "Sequences in one pass", SIZES, 4)
-        self.seqlen = _slider("Tokens", "In each sequence", SEQLENS, 128 if small else 2048)
-        self.micro_batches = _slider("Accumulate", "Micro batches in a step", MICRO_BATCHES, 1)
-        self.recompute = _control(
+        self.layers = labelled_slider("Layers", "How many layers", LAYERS, 2 if small else 4)
+        self.micro_batch_size = labelled_slider("Micro batch", "Sequences in one pass", SIZES, 4)
+        self.seqlen = labelled_slider("Tokens", "In each sequence", SEQLENS, 128 if small else 2048)
+        self.micro_batches = labelled_slider(
+            "Accumulate", "Micro batches in a step", MICRO_BATCHES, 1
+        )
+        self.recompute = labelled(
             ipywidgets.Checkbox, "Recompute", "Keep only each layer's input", value=False
         )
-        self.device = _control(
+        self.device = labelled(
             ipywidgets.Dropdown, "Device", "Where the step would run",
             options=list(dict.fromkeys(names)), value=self._device.name,
         )  # fmt: skip
@@ -95,16 +98,6 @@ class StepExplorer(ipywidgets.VBox):
 def _paragraph(line: str, wrong: bool) -> str:
     text = f'<b style="color: {RED}">{escape(line)}</b>' if wrong else escape(line)
     return f"<p>{text}</p>"
-
-
-def _control(kind, description: str, tooltip: str, **options):
-    style, layout = {"description_width": "5.5rem"}, {"width": "22rem"}
-    return kind(description=description, tooltip=tooltip, style=style, layout=layout, **options)
-
-
-def _slider(description: str, tooltip: str, values, value):
-    options = [(f"{v:,}", v) for v in values]
-    return _control(ipywidgets.SelectionSlider, description, tooltip, options=options, value=value)
 
 
 def _png(drawn) -> bytes:

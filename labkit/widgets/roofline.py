@@ -1,6 +1,7 @@
 """The roofline explorer: controls, a picture, and the same in words."""
 
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 
 import ipywidgets
@@ -8,12 +9,14 @@ import ipywidgets
 from labkit.config import ModelConfig
 from labkit.devices import known_devices, resolve, spec
 from labkit.errors import UserError
+from labkit.widgets.controls import labelled
 from labkit.widgets.measured import Measured
 from labkit.widgets.picture import ROWS, Picture
 from labkit.widgets.point import BYTES, GemmPoint, amount, duration, expert_rows, gemm_point, rate
 
 MODELS = ("olmoe-1b-7b", "small", "medium")
 LARGEST = 2**18  # of k and n
+_control = partial(labelled, label_width="4.5rem")
 NONE, OWN = "none", "other sizes"
 
 
@@ -142,11 +145,6 @@ class RooflineExplorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         return super()._repr_mimebundle_(**kwargs) | {"text/plain": self.summary}
-
-
-def _control(kind, description: str, tooltip: str, **options):
-    style, layout = {"description_width": "4.5rem"}, {"width": "22rem"}
-    return kind(description=description, tooltip=tooltip, style=style, layout=layout, **options)
 
 
 def _layers() -> dict[str, tuple[int, int, ModelConfig | None]]:

@@ -8,7 +8,7 @@ from labkit.config import ModelConfig
 from labkit.experiments import micro_batches
 from labkit.experiments.table import MICRO_BATCHES
 from tests.public.judging import require
-from tests.public.result_files import MOST_COMPUTE, Results, check_keys, load
+from tests.public.result_files import MOST_COMPUTE, Results, check_keys, load, require_possible_peak
 from tests.public.slips_c3 import floors, params
 
 KEPT, RECOMPUTED = "no", "yes"
@@ -68,17 +68,7 @@ def check_memory(folder):
     """The peak falls with the micro batch size and with recomputation, and is above the state."""
     results = _load(folder)
     for row in results.frame.to_dict("records"):
-        state = 3 * results.itemsize * params(_config(row)) / 2**30
-        require(
-            row["peak_gib"] >= 0.99 * state,
-            f"{results.which(row)}: a peak of {row['peak_gib']:.4g} GiB is less than weights and "
-            f"moments alone, {state:.4g} GiB",
-        )
-        require(
-            not row["reserved_gib"] < row["peak_gib"],
-            f"{results.which(row)}: {row['reserved_gib']:.4g} GiB reserved cannot hold a peak of "
-            f"{row['peak_gib']:.4g} GiB",
-        )
+        require_possible_peak(results, row, params(_config(row)))
     for recompute, rows in results.frame.groupby("recompute"):
         rows = rows.sort_values("micro_batch_size").to_dict("records")
         for small, large in pairwise(rows):

@@ -9,7 +9,13 @@ from labkit.config import PRESETS, ModelConfig
 from labkit.experiments.table import SWEEP
 from labkit.memory_model import step_bytes
 from tests.public.judging import require
-from tests.public.result_files import MOST_COMPUTE, Results, load, require_same
+from tests.public.result_files import (
+    MOST_COMPUTE,
+    Results,
+    load,
+    require_possible_peak,
+    require_same,
+)
 from tests.public.slips_c3 import floors, flops, params
 
 STEP = list(SWEEP.keys[:-1])  # a configuration: the repeats of it agree in these
@@ -171,17 +177,7 @@ def check_memory(folder):
     """The peak is above the state, grows with the step, and falls where activations are dropped."""
     results = _load(folder)
     for row in results.frame.to_dict("records"):
-        state = 3 * results.itemsize * params(_config(row)) / 2**30
-        require(
-            row["peak_gib"] >= 0.99 * state,
-            f"{results.which(row)}: a peak of {row['peak_gib']:.4g} GiB is less than weights and "
-            f"moments alone, {state:.4g} GiB",
-        )
-        require(
-            not row["reserved_gib"] < row["peak_gib"],
-            f"{results.which(row)}: {row['reserved_gib']:.4g} GiB reserved cannot hold a peak of "
-            f"{row['peak_gib']:.4g} GiB",
-        )
+        require_possible_peak(results, row, params(_config(row)))
     steps = _steps(results)
     for by in SIZES:
         for small, large in (pair for rows in _series(steps, by) for pair in pairwise(rows)):

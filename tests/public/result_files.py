@@ -249,3 +249,18 @@ def require_same(path, left: str, found: float, right: str, expected: float, tol
         abs(found - expected) <= tolerance * abs(expected),
         f"{path}: {left} ({found:.5g}) and {right} ({expected:.5g}) do not agree",
     )
+
+
+def require_possible_peak(results: Results, row: dict, parameters: int):
+    """A peak is above weights and moments, and within what PyTorch held."""
+    state = 3 * results.itemsize * parameters / 2**30
+    require(
+        row["peak_gib"] >= 0.99 * state,
+        f"{results.which(row)}: a peak of {row['peak_gib']:.4g} GiB is less than weights and "
+        f"moments alone, {state:.4g} GiB",
+    )
+    require(
+        not row["reserved_gib"] < row["peak_gib"],
+        f"{results.which(row)}: {row['reserved_gib']:.4g} GiB reserved cannot hold a peak of "
+        f"{row['peak_gib']:.4g} GiB",
+    )
